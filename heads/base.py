@@ -1,0 +1,118 @@
+"""The DraftHead contract: one module, used by training (`unroll`), decoding (`extend`, `propose_chain`) and export (`state_dict`).
+
+Training and drafting run the same layer functions; a test proves that they compute the same numbers.
+
+Shape suffixes: B rows, T slots, J unroll steps, M new pairs, F feature width (taps · D), D hidden, V target vocabulary, U draft vocabulary (Vd).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from draftheads.recipes.schema import Geometry
+
+
+@dataclass
+class DraftBatch:
+    """Aligned training input, made by train/align.py and nowhere else. Slot t pairs the feature f_t with the token x_{t+1}.
+
+    features_BTF   float32, raw taps at slot t
+    tokens_BTJ     int64, tokens_BTJ[b, t, j] = x_{t+1+j}: the token fed at slot t in unroll step j (0 where there is none)
+    positions_BT   int64, position of slot t in its document: RoPE position of slot t at step j is positions_BT + j
+    documents_BT   int64, document number inside the row, −1 for padding: no attention across documents
+    valid_BTJ      bool, slot t contributes to the loss at step j
+    """
+
+    features_BTF: Tensor
+    tokens_BTJ: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor
+    valid_BTJ: Tensor
+
+
+@dataclass
+class Unrolled:
+    """states: J tensors [B, T, D], what `logits` turns into draft logits of step j. extras: named outputs some losses need."""
+
+    states: list[Tensor]
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+class DraftHead(nn.Module, ABC):
+    """Subclass once per file in heads/, with a pydantic `Config` beside it (fields of the recipe's `head` section, extra forbidden).
+
+    Borrowed weights: `embed_VD` (the target's input embedding) and, unless the head trains its own, rows of the target's lm_head.
+    They are non-persistent buffers that start as NaN, so that a forgotten `borrow` shows at once, and are never saved.
+    """
+
+    Config: ClassVar[type[BaseModel]]
+    taps: tuple[int | str, ...]
+    config: Any
+    geometry: Geometry
+    # int64 [U], offset map: target id = draft id + d2t[draft id]. A persistent buffer. Identity (zeros) when the vocabulary is whole.
+    d2t: Tensor
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: Any, geometry: Geometry, draft_ids: Tensor | None) -> DraftHead:
+        """A fresh head for a target of this geometry; draft_ids (sorted int64 [U]) are the target ids of the reduced vocabulary, None = all."""
+
+    @abstractmethod
+    def borrow(self, embed_VD: Tensor, lm_head_VD: Tensor) -> None:
+        """Fill the borrowed buffers (and initialise trained copies that start from them, only if never trained)."""
+
+    # ---- training
+    @abstractmethod
+    def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:
+        """All steps of the training-time test, vectorised over slots. steps ≤ J."""
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., D] → [..., U] draft-vocabulary logits. Separate from unroll, so that the loss applies it to gathered valid slots in chunks."""
+
+    # ---- drafting
+    @abstractmethod
+    def new_state(self, batch: int, max_len: int) -> Any:
+        """Static per-row buffers (the head's own KV cache and the state of the last pair). The cache must also hold the drafted tokens."""
+
+    @abstractmethod
+    def extend(self, state: Any, features_BMF: Tensor, tokens_BM: Tensor, counts_B: Tensor, rows: slice) -> None:
+        """Commit counts_B new (feature, token) pairs for the rows of `rows`; overwrites whatever drafting left in those slots."""
+
+    @abstractmethod
+    def draft_chain(self, state: Any, gamma: int, pick: Callable[[int, Tensor], Tensor], rows: slice) -> list[Tensor]:
+        """Roll out γ steps after the committed pairs. At step j (0-based) the head computes logits_BU and calls pick(j, logits_BU), which
+        returns the chosen *target ids* [B] (this is where drafters take the argmax or sample); the head feeds them back. Returns the
+        γ chosen tensors. pick may return None to stop early. Leaves the committed state unchanged."""
+
+    def move(self, state: Any, source: int, to: int) -> None:
+        """Copy row `source` of the state to row `to`. Default: every tensor attribute of the state is indexed by row in dimension 0,
+        tensors inside lists and tuples too."""
+        def walk(value: Any) -> None:
+            if isinstance(value, Tensor) and value.dim():
+                value[to].copy_(value[source]) if value.dim() > 1 else value.__setitem__(to, value[source])
+            elif isinstance(value, list | tuple):
+                for item in value:
+                    walk(item)
+        for value in vars(state).values():
+            walk(value)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft-vocabulary ids → target ids."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+
+def scatter_to_target(logits_BU: Tensor, target_ids_U: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits [B,U] → [B,V] with −inf outside the draft vocabulary."""
+    full_BV = logits_BU.new_full((logits_BU.shape[0], vocab_size), float("-inf"))
+    return full_BV.index_copy_(1, target_ids_U.to(torch.long), logits_BU)

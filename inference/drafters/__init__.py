@@ -1,0 +1,1 @@
+"""Drafters: who proposes. One file each; the contract is `base.Drafter`."""

@@ -1,0 +1,90 @@
+"""Writing that is never half done: to a temporary name beside the goal, fsync, rename. Nothing else in the project opens a result for writing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic_path(goal: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside `goal`; on success it is fsynced and renamed over `goal`, on an exception it is removed."""
+    goal = Path(goal)
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{goal.name}.", suffix=".part", dir=goal.parent)
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        part.chmod(0o644)
+        _fsync(part)
+        os.replace(part, goal)
+        _fsync(goal.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(goal: str | os.PathLike[str], text: str) -> None:
+    with atomic_path(goal) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(goal: str | os.PathLike[str], value: Any) -> None:
+    write_text(goal, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+
+
+@contextmanager
+def atomic_folder(goal: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty temporary folder; on success it replaces `goal` (an older one is moved aside first and removed afterwards).
+
+    A kill between the two renames leaves the older folder under `.<name>.old`; `recover_folder` puts it back.
+    """
+    goal = Path(goal)
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{goal.name}.", suffix=".part", dir=goal.parent))
+    try:
+        yield part
+        part.chmod(0o755)
+        for item in sorted(part.rglob("*")):
+            _fsync(item)
+        _fsync(part)
+        old = goal.parent / f".{goal.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if goal.exists():
+            os.replace(goal, old)
+        os.replace(part, goal)
+        _fsync(goal.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def recover_folder(goal: str | os.PathLike[str]) -> None:
+    """Undo a kill inside atomic_folder: restore the set-aside folder if the new one never arrived, and remove leftovers."""
+    goal = Path(goal)
+    old = goal.parent / f".{goal.name}.old"
+    if old.exists() and not goal.exists():
+        os.replace(old, goal)
+    shutil.rmtree(old, ignore_errors=True)
+    for part in goal.parent.glob(f".{goal.name}.*.part") if goal.parent.is_dir() else ():
+        shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,283 @@
+"""The recipe: one typed YAML, the only configuration path.
+
+Sections `target, data, head, train, eval, export`. Unknown keys are errors with the nearest valid name. The `head` section stays open:
+its fields are the head file's own `Config` (heads/eagle3.py and its neighbours), validated before any long work by `heads.head_config`.
+A relative path is relative to the recipe's folder. `--set section.key=value` overrides a value; the value is parsed as YAML.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class RecipeError(ValueError):
+    """Bad input that the user can mend: the command prints its one line and exits with 2."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Geometry(Section):
+    """The target's shape: what planning, head building and checkpoints need without loading the target."""
+
+    model_type: str = "llama"
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int = Field(description="rows of the target's lm_head (may exceed the tokenizer)")
+    max_positions: int
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] = Field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    tie_word_embeddings: bool = False
+
+
+class TargetSection(Section):
+    name: str = Field(description="named target (smollm2-135m), Hub id, folder, or path of a .gguf file")
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust_remote_code: bool = False
+    chat_template: str | None = Field(None, description="path of a jinja file, for a tokenizer that has no chat template")
+    geometry: Geometry | None = None
+
+
+class DataSection(Section):
+    prompts: str | list[str] = Field("builtin", description="'builtin', or JSONL/Parquet files or a Hub data set")
+    limit: int | None = Field(None, ge=1, description="how many prompts, spread evenly over the categories")
+    system: str | None = Field(None, description="system prompt for conversations that have none")
+    max_prompt_tokens: int = Field(512, ge=1)
+    max_new_tokens: int = Field(192, ge=1)
+    temperature: float | list[float] = Field(0.0, description="one, or a mix of which each row gets one")
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    batch_size: int = Field(32, ge=1)
+    shard_rows: int = Field(64, ge=1, description="rows of one shard: the unit of resuming")
+    features: Literal["capture", "online"] = Field("capture", description="capture: stored while generating; online: a target forward in training")
+    drop_loops: bool = Field(True, description="cut an answer where a loop begins")
+    seed: int = 0
+
+
+class UnrollStage(Section):
+    until: float = Field(description="this stage lasts until this fraction of the steps", gt=0, le=1)
+    steps: int = Field(ge=1, description="unroll steps J (training-time test)")
+
+
+class TrainSection(Section):
+    epochs: float = Field(3.0, gt=0)
+    steps: int | None = Field(None, ge=1, description="optimizer steps; overrides epochs")
+    batch_tokens: int = Field(4096, ge=1, description="tokens of one global batch (one optimizer step)")
+    micro_batch_tokens: int = Field(2048, ge=1, description="tokens one process forwards at once; the rest is gradient accumulation")
+    max_len: int = Field(2048, ge=2, description="longer rows are cut, and counted")
+    unroll: list[UnrollStage] = Field(default_factory=lambda: [UnrollStage(until=1.0, steps=4)])
+    loss_decay: float = Field(0.8, gt=0, le=1)
+    supervise: Literal["answers", "all"] = "answers"
+    normalise: Literal["sequence", "token"] = "sequence"
+    drop_out_of_vocab: bool = Field(False, description="leave slots whose true token is outside the draft vocabulary out of the loss")
+    lr: float = Field(1e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(0.5, gt=0)
+    warmup: float = Field(0.05, ge=0, lt=1, description="fraction of the steps")
+    schedule: Literal["wsd", "cosine", "constant"] = "wsd"
+    decay: float = Field(0.3, ge=0, le=1, description="wsd: fraction of the steps in which the rate falls")
+    min_lr: float = Field(0.05, ge=0, le=1, description="final rate as a fraction of lr")
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    feature_noise: float = Field(0.0, ge=0)
+    loss_chunk: int = Field(2048, ge=1, description="slots whose draft logits exist at one time")
+    checkpoint_every: int = Field(200, ge=1, description="optimizer steps between resumable checkpoints")
+    keep: int = Field(2, ge=1)
+    log: list[Literal["jsonl", "tensorboard", "wandb"]] = Field(default_factory=lambda: ["jsonl"])
+    log_every: int = Field(10, ge=1)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _stages(self) -> TrainSection:
+        ends = [s.until for s in self.unroll]
+        if not ends or ends != sorted(ends) or ends[-1] != 1.0:
+            raise ValueError(f"train.unroll: 'until' must rise and end at 1.0, found {ends}")
+        return self
+
+
+class NgramSection(Section):
+    min_match: int = Field(2, ge=1)
+    max_match: int = Field(5, ge=1)
+    gamma: int = Field(8, ge=1, description="tokens copied per round")
+
+
+class EvalSection(Section):
+    prompts: str | list[str] = "builtin"
+    per_category: int | None = Field(None, ge=1)
+    categories: list[str] | None = None
+    max_new_tokens: int = Field(96, ge=1)
+    drafters: list[Literal["none", "ngram", "head", "composite"]] = Field(default_factory=lambda: ["none", "ngram", "head", "composite"])
+    gamma: int | Literal["auto"] = Field("auto", description="draft length of the timed runs; auto: chosen from the measured costs")
+    tau_gamma: int = Field(4, ge=1, description="draft length at which the head's τ is reported")
+    ngram: NgramSection = NgramSection()
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    batch_size: int = Field(1, ge=1)
+    transformers_fraction: float = Field(1 / 3, ge=0, le=1, description="share of the prompts also run through transformers' generate")
+    bootstrap: int = Field(2000, ge=100)
+    seed: int = 0
+
+
+class ExportSection(Section):
+    num_speculative_tokens: int | None = Field(None, ge=1)
+
+
+class Recipe(Section):
+    """A whole run. `Recipe.load` is the only way in."""
+
+    run: str | None = Field(None, description="run folder; default runs/<name of the recipe> in the working directory")
+    target: TargetSection
+    data: DataSection = DataSection()
+    head: dict[str, Any] = Field(description="type: the file name in heads/, and that head's own options")
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    export: ExportSection = ExportSection()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+        """Read, override, validate, make paths absolute. Raises RecipeError, one line, that says what to mend."""
+        path = Path(path)
+        raw = read_yaml(path)
+        for item in overrides:
+            apply_override(raw, item)
+        recipe = validate(cls, raw, str(path))
+        return recipe._resolved(path)
+
+    def _resolved(self, path: Path) -> Recipe:
+        base = path.resolve().parent
+        data = self.model_dump()
+        for section in ("data", "eval"):
+            value = data[section]["prompts"]
+            items = [_absolute(v, base) for v in ([value] if isinstance(value, str) else value)]
+            data[section]["prompts"] = items[0] if isinstance(value, str) else items
+        data["target"]["name"] = _absolute(data["target"]["name"], base)
+        if data["target"]["chat_template"]:
+            data["target"]["chat_template"] = _absolute(data["target"]["chat_template"], base)
+        data["run"] = str(Path(data["run"] or Path("runs") / path.stem).absolute())
+        return Recipe.model_validate(data)
+
+    @property
+    def run_dir(self) -> Path:
+        if self.run is None:
+            raise RecipeError("recipe has no run folder: load it with Recipe.load, or set run")
+        return Path(self.run)
+
+    def hash(self) -> str:
+        """sha256 of the resolved recipe without the run folder, 16 hex digits."""
+        return content_hash(self.model_dump(mode="json", exclude={"run"}))
+
+    def dump(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def content_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode()).hexdigest()[:16]
+
+
+def _absolute(value: str, base: Path) -> str:
+    """A value that names an existing file or folder beside the recipe becomes absolute; names and Hub ids pass."""
+    looks_local = value.startswith((".", "/", "~")) or value.endswith((".jsonl", ".parquet", ".gguf", ".json", ".jinja"))
+    candidate = (base / Path(value).expanduser()).resolve()
+    return str(candidate) if looks_local or candidate.exists() and "/" in value else value
+
+
+class _Loader(yaml.SafeLoader):
+    """safe_load in which 1e-4 is a number (YAML 1.1 calls it a string) and a key given twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
+        twice = [k for i, k in enumerate(keys) if k in keys[:i]]
+        if twice:
+            raise RecipeError(f"line {node.start_mark.line + 1}: key {twice[0]!r} is given twice")
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    __import__("re").compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*|\.inf|\.nan)$"),
+    list("-+0123456789."),
+)
+
+
+def load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else [], n=1)
+        raise RecipeError(f"no recipe at {path}" + (f"; did you mean {path.parent / near[0]}?" if near else "")) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from None
+    try:
+        raw = load_yaml(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path} must be a mapping with the sections {', '.join(Recipe.model_fields)}; found {type(raw).__name__}")
+    return raw
+
+
+def apply_override(raw: dict[str, Any], item: str) -> None:
+    key, sep, value = item.partition("=")
+    parts = key.strip().split(".")
+    if not sep or not all(parts):
+        raise RecipeError(f"--set wants section.key=value, found {item!r}")
+    node = raw
+    for part in parts[:-1]:
+        node = node.setdefault(part, {}) if node.get(part) is not None else node.__setitem__(part, {}) or node[part]
+        if not isinstance(node, dict):
+            raise RecipeError(f"--set {item}: {part!r} is not a section")
+    try:
+        node[parts[-1]] = load_yaml(value)
+    except yaml.YAMLError:
+        node[parts[-1]] = value
+
+
+def validate(model: type[BaseModel], raw: Any, where: str) -> Any:
+    """pydantic's errors as one line; an unknown key names its nearest neighbour."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: " + "; ".join(_explain(model, e) for e in error.errors())) from None
+
+
+def _explain(model: type[BaseModel], error: Any) -> str:
+    location = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        fields = _fields_at(model, error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), fields, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(fields))}"
+        return f"unknown key {location!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{location} is missing"
+    return f"{location}: {error['msg']} (found {error.get('input')!r})"
+
+
+def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    current: Any = model
+    for part in path:
+        field = current.model_fields.get(part) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())] if field is not None else [current]
+        current = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), current)
+    return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
