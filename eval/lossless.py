@@ -1,0 +1,93 @@
+"""Is the output still the target's own? Greedy: token equality, with every difference explained or not. Sampling: a martingale.
+
+greedy    first difference ─► the target's logits after the common prefix, recomputed ─► tie (both tokens within `bound` of the top) or unexplained
+sampling  Z = Σ (log p(x_t) + H_t) / √ Σ Var_t over all tokens of all rows: each term has mean 0 and variance Var_t if x_t was drawn from p
+
+The martingale costs no reference run and sees any bias in log p (a bonus token drawn from the wrong distribution moved it by 10 standard
+deviations in 4k tokens); it misses a bias that keeps the mean of log p, so the χ² tests of the sampling rules stand beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftheads.inference.requests import Completion
+    from draftheads.inference.target import Target
+
+IDENTICAL, TIE, UNEXPLAINED = "identical", "tie", "unexplained"
+# |Z| beyond this has a probability of 6e-5 under losslessness.
+MAX_Z = 4.0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How one output relates to the reference. position and below are None when identical. gap: distance of the lower of the two tokens'
+    logits from the top logit (so a tie needs both tokens at the top); bound: what still counts as a tie."""
+
+    verdict: str
+    position: int | None = None
+    expected: int | None = None
+    found: int | None = None
+    gap: float | None = None
+    bound: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first differing token, the shorter length if one is a prefix of the other, None if equal."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def tie_bound(dtype: str, top: float) -> float:
+    """fp32: 1e-3 (DESIGN). Half precision cannot tell logits apart that closely: four units in the last place of the top logit."""
+    bits = {"bfloat16": 8, "float16": 11}.get(dtype)
+    return 1e-3 if bits is None else max(1e-3, 4 * abs(top) * 2.0**-bits)
+
+
+def compare(
+    expected: Sequence[int], found: Sequence[int], logits_after: Callable[[list[int]], Sequence[float]], dtype: str = "float32"
+) -> Divergence:
+    """`logits_after(prefix)` gives the target's next-token logits [V] after prompt + prefix; it is called only if the outputs differ."""
+    at = first_difference(expected, found)
+    if at is None:
+        return Divergence(IDENTICAL)
+    if at >= min(len(expected), len(found)):  # one ended where the other went on without an end token: never a tie
+        return Divergence(UNEXPLAINED, at, expected[at] if at < len(expected) else None, found[at] if at < len(found) else None)
+    logits = logits_after(list(expected[:at]))
+    top = float(max(logits))
+    gap = top - min(float(logits[expected[at]]), float(logits[found[at]]))
+    bound = tie_bound(dtype, top)
+    return Divergence(TIE if gap <= bound else UNEXPLAINED, at, expected[at], found[at], gap, bound)
+
+
+def target_logits(target: Target, prompt_ids: Sequence[int]) -> Callable[[list[int]], Sequence[float]]:
+    """Next-token logits by one plain causal forward over prompt + prefix: no tree, no earlier cache."""
+    import torch
+
+    def after(prefix: list[int]) -> Sequence[float]:
+        ids = torch.tensor([[*prompt_ids, *prefix]], device=target.device)
+        with torch.no_grad():
+            final, _ = target.extend(target.new_cache(1, ids.shape[1]), slice(0, 1), ids)
+            row: list[float] = target.logits(final[:, -1])[0].float().tolist()
+        return row
+
+    return after
+
+
+def martingale_z(completions: Iterable[Completion]) -> float | None:
+    """Z over rows that carry the certificate sums; None when none does, or when nothing was random."""
+    deviation = variance = 0.0
+    for row in completions:
+        if row.logprob_sum is not None and row.entropy_sum is not None and row.variance_sum is not None:
+            deviation += row.logprob_sum + row.entropy_sum
+            variance += row.variance_sum
+    return deviation / math.sqrt(variance) if variance > 0 else None

@@ -1,0 +1,247 @@
+"""Timing that compares like with like: the same prompts, the same machine state, interleaved, decode only.
+
+Clocks here tick between the yields of `decode()`, so everything a round costs is in (drafting, verifying, accepting, committing, the
+drafters' catching up, Python), and prefill is out. transformers' `generate` is timed by a streamer: the clock starts when the first token
+arrives, which is the end of its prefill, and stops at the last one; it pays for no more than we do.
+
+    blocks of prompts ─► run every contender on the block, in an order that rotates from block to block ─► Timed per contender and block
+
+The cost model's parts come from the same loop: a filler drafter of exact length gives v(w), the real drafter at several γ gives its step
+cost c as a slope and the rest of a round o as what is left.
+
+Shape suffixes: B rows, T tokens, N tree nodes, M pairs of a round, G drafted tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.tree import DraftTree
+from draftheads.inference.decode import decode
+from draftheads.inference.drafters.base import Drafter, Plan
+from draftheads.inference.noise import Noise
+from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
+from draftheads.inference.target import Target
+
+
+@dataclass
+class Timed:
+    """One contender on one block. decode_tokens leaves out each row's first token, which belongs to the prefill."""
+
+    completions: list[Completion]
+    decode_s: float
+    prefill_s: float
+
+    @property
+    def decode_tokens(self) -> int:
+        return sum(max(0, len(c.tokens) - 1) for c in self.completions)
+
+
+def timed_decode(
+    target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, limits: Limits, *, plan: Plan, batch_size: int = 1,
+    on_round: Callable[[Round], None] | None = None, certificate: bool = False,
+) -> Timed:
+    """Decode a block and sum the time between yields: rounds of width 0 are prefills, the others decoding."""
+    done: list[Completion] = []
+    decode_s = prefill_s = 0.0
+    rounds = decode(target, drafter, requests, sampling, limits, batch_size=batch_size, plan=plan, certificate=certificate)
+    synchronize(target.device)
+    start = time.perf_counter()
+    for r in rounds:
+        now = time.perf_counter()
+        if r.width:
+            decode_s += now - start
+        else:
+            prefill_s += now - start
+        done += r.finished
+        if on_round is not None:
+            on_round(r)
+        start = time.perf_counter()
+    order = {r.id: i for i, r in enumerate(requests)}
+    return Timed(sorted(done, key=lambda c: order[c.request.id]), decode_s, prefill_s)
+
+
+def timed_generate(
+    model: Any, requests: Sequence[Request], sampling: Sampling, limits: Limits, *, eos_ids: Sequence[int], pad_id: int
+) -> Timed:
+    """transformers' own `generate` on the block, left-padded, with its default cache and attention. Greedy unless temperature > 0.
+
+    Stop strings are not passed on. Rows that end early are padded by generate; the padding is not counted.
+    """
+    device = next(model.parameters()).device
+    ids_BT, mask_BT = _left_pad([r.prompt_ids for r in requests], pad_id, device)
+    clock = _Clock(device)
+    sampled = sampling.temperature > 0
+    warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p} if sampled else {}
+    if sampled:
+        torch.manual_seed(requests[0].seed)
+    synchronize(device)
+    start = time.perf_counter()
+    with torch.no_grad():
+        out_BT = model.generate(
+            ids_BT, attention_mask=mask_BT, max_new_tokens=limits.max_new_tokens, do_sample=sampled, streamer=clock, pad_token_id=pad_id,
+            eos_token_id=None if limits.ignore_eos else sorted(eos_ids), **warpers,
+        )
+    new_BT = out_BT[:, ids_BT.shape[1] :].tolist()
+    tokens = [_until_end(row, () if limits.ignore_eos else eos_ids) for row in new_BT]
+    done = [
+        Completion(r, row, "eos" if row and row[-1] in eos_ids else "length") for r, row in zip(requests, tokens, strict=True)
+    ]
+    first, last = clock.stamps[1], clock.stamps[-1]  # stamps[0] is the prompt
+    return Timed(done, last - first, first - start)
+
+
+class _Clock:
+    """A streamer (duck-typed BaseStreamer): generate hands it the prompt, then each step's tokens as soon as they are known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stamps: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        synchronize(self.device)
+        self.stamps.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _left_pad(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    longest = max(len(p) for p in prompts)
+    ids = [[pad_id] * (longest - len(p)) + list(p) for p in prompts]
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _until_end(row: list[int], eos_ids: Sequence[int]) -> list[int]:
+    end = next((i for i, t in enumerate(row) if t in eos_ids), len(row) - 1)
+    return row[: end + 1]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rotation(names: Sequence[str], block: int) -> list[str]:
+    """The order of the contenders on this block: drift of the machine (heat, neighbours) must not favour whoever comes first."""
+    shift = block % len(names) if names else 0
+    return [*names[shift:], *names[:shift]]
+
+
+# ---- cost model
+
+
+class Filler(Drafter):
+    """Proposes exactly γ copies of the last token: useless drafts of exact length, to measure v(w)."""
+
+    name = "filler"
+
+    def reset(self, batch: int, max_len: int, device: torch.device) -> None:
+        self.roots_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self.rows = 0
+
+    def start(self, row: int, prompt_T: Tensor, root: int, features_TF: Tensor | None) -> None:
+        self.roots_B[row] = root
+
+    def move(self, source: int, to: int) -> None:
+        self.roots_B[to] = self.roots_B[source]
+
+    def observe(self, tokens_BM: Tensor, counts_B: Tensor, features_BMF: Tensor | None) -> None:
+        self.rows = tokens_BM.shape[0]
+        self.roots_B[: self.rows] = tokens_BM.gather(1, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
+
+    def propose(self, plan: Plan, sampling: Sampling, noise: Noise) -> DraftTree:
+        roots_B = self.roots_B[: noise.seeds_B.shape[0]]
+        room = min([plan.gamma, *(plan.room_B or ())])
+        tree = DraftTree.chain(roots_B, roots_B[:, None].expand(-1, max(room, 0)))
+        tree.source_B = [self.name] * len(roots_B)
+        return tree
+
+
+@dataclass
+class CostSamples:
+    """Seconds per round: verify_s[w], rest_s (round − draft − verify), and per drafter draft_s[γ]."""
+
+    verify_s: dict[int, list[float]] = field(default_factory=dict)
+    rest_s: dict[str, list[float]] = field(default_factory=dict)
+    draft_s: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    step_s: list[float] = field(default_factory=list)  # whole rounds of drafter none
+
+
+def sample_costs(
+    target: Target, drafters: Mapping[str, Drafter], requests: Sequence[Request], *, none: Drafter, longest: int = 8, rounds: int = 8,
+    repeats: int = 2, batch_size: int = 1, on_pass: Callable[[], None] | None = None,
+) -> CostSamples:
+    """Rounds of exact width w = 1 … longest+1 by the filler, of drafter none, and of every drafter at γ = 1, longest/2, longest.
+
+    Greedy, end tokens ignored. All passes are interleaved `repeats` times; the first round of each pass is dropped (caches are cold).
+    """
+    samples = CostSamples()
+    gammas = sorted({1, max(1, longest // 2), longest})
+    passes: list[tuple[str, Drafter, int]] = [("none", none, 0)]
+    passes += [("filler", Filler(), g) for g in range(1, longest + 1)]
+    passes += [(name, drafter, g) for name, drafter in drafters.items() for g in gammas]
+    block = list(requests)[:batch_size]
+    for _ in range(repeats):
+        for name, drafter, gamma in passes:
+            # Every round writes at least one token: enough room for `rounds` rounds, whatever is accepted.
+            limits = Limits(max_new_tokens=rounds * (gamma + 1) + gamma + 2, max_len=_room(block, rounds, gamma), ignore_eos=True)
+            _one_pass(samples, target, name, drafter, gamma, block, limits, rounds)
+            if on_pass is not None:
+                on_pass()
+    return samples
+
+
+def _room(block: Sequence[Request], rounds: int, gamma: int) -> int:
+    return max(len(r.prompt_ids) for r in block) + rounds * (gamma + 1) + 2 * (gamma + 2)
+
+
+def _one_pass(
+    samples: CostSamples, target: Target, name: str, drafter: Drafter, gamma: int, block: Sequence[Request], limits: Limits, rounds: int
+) -> None:
+    seen = 0
+    for r in decode(target, drafter, block, Sampling(), limits, batch_size=len(block), plan=Plan(gamma=max(gamma, 1))):
+        if not r.width:
+            continue
+        seen += 1
+        if seen > 1:
+            if name == "none":
+                samples.step_s.append(r.t_total)
+            else:
+                samples.rest_s.setdefault(name, []).append(r.t_total - r.t_draft - r.t_verify)
+                if name != "filler":
+                    samples.draft_s.setdefault(name, {}).setdefault(r.width - 1, []).append(r.t_draft)
+            samples.verify_s.setdefault(r.width, []).append(r.t_verify)
+        if seen > rounds:
+            break
+
+
+def fit_costs(samples: CostSamples, longest: int) -> dict[str, Any]:
+    """{"t_ar_s", "v", "c", "o"} in units of one autoregressive step (see eval.cost_model.Costs). Medians: a busy neighbour is an outlier."""
+    t_ar = statistics.median(samples.step_s)
+    medians = {w: statistics.median(s) for w, s in samples.verify_s.items()}
+    v = [medians[w] / t_ar for w in range(1, longest + 2) if w in medians]
+    c: dict[str, float] = {}
+    o: dict[str, float] = {}
+    for name, by_gamma in samples.draft_s.items():
+        slope, start = _line({g: statistics.median(s) for g, s in by_gamma.items()})
+        c[name] = max(0.0, slope) / t_ar
+        o[name] = max(0.0, start + statistics.median(samples.rest_s[name])) / t_ar
+    return {"t_ar_s": t_ar, "v": v, "c": c, "o": o}
+
+
+def _line(points: Mapping[int, float]) -> tuple[float, float]:
+    """Least squares y = slope·x + start; one point: all of it is the start, none of it the slope."""
+    if len(points) < 2:
+        return 0.0, next(iter(points.values()))
+    x_mean, y_mean = statistics.fmean(points), statistics.fmean(points.values())
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in points.items()) / sum((x - x_mean) ** 2 for x in points)
+    return slope, y_mean - slope * x_mean
