@@ -1,0 +1,434 @@
+"""EAGLE-3 and EAGLE-3.1: one decoder layer that reads the target's tapped states and the next token, and feeds on its own output.
+
+    features f_t ─ RMSNorm per tap (3.1) ─ fc ─► g ─┐
+    token x_{t+1} ─ target's embedding ───────► e ─┴► layer: cat[RMS(e); RMS(g)] → attention, SwiGLU ─► out ─ norm ─ lm_head ─► q(x_{t+2})
+                                                        └ fed back as the next step's g: out (EAGLE-3) or norm(out) (3.1)
+
+Slot t holds the pair (f_t, x_{t+1}) at RoPE position t. Unroll step j feeds x_{t+1+j} at slot t and position t+j; its query attends to the
+step-0 keys of slots s ≤ t of its document (real features: what decoding has after a verify) and to the keys of its own slot from
+steps 1 … j (what decoding drafted since). Training and drafting use the same layer functions.
+
+EAGLE-3: arXiv 2503.01840. EAGLE-3.1: arXiv 2605.09992. Names and shapes of the weights are those that engines load (midlayer.*, fc, norm,
+lm_head, d2t, t2d, fc_norm.{i}); the residual is the un-normed g (vLLM's norm_before_residual: false).
+
+Shape suffixes: B rows, T slots, J unroll steps, M new pairs, F feature width (taps · H), H hidden (D in base.py), U draft vocabulary, V target's,
+X = 2H, K key/value heads, G query heads per key/value head, D head dimension, S slots of the drafting cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftheads.heads.base import DraftBatch, DraftHead, Unrolled
+from draftheads.recipes.schema import Geometry, RecipeError, Section
+
+# Slots beyond max_len in the drafting cache, for drafted tokens; the very last one takes what padding writes and is never read.
+_SPARE = 64
+
+
+class Eagle3Config(Section):
+    """None means: as in the target."""
+
+    type: Literal["eagle3"] = "eagle3"
+    taps: tuple[int | Literal["final"], ...] | None = Field(None, description="default 2, L//2, L-3 of the target's L layers")
+    draft_vocab_size: int | None = Field(None, ge=1, description="None: the whole vocabulary")
+    fc_norm: bool = Field(True, description="EAGLE-3.1: RMSNorm of each tap before fc")
+    norm_output: bool = Field(True, description="EAGLE-3.1: feed the normed output back")
+    freeze_lm_head: bool = Field(True, description="use the target's lm_head rows; false: train a copy of them")
+    num_layers: Literal[1] = 1
+    hidden_size: int | None = Field(None, ge=1)
+    intermediate_size: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    max_positions: int | None = Field(None, ge=1, description="drafting switches off beyond this position")
+
+    def resolve(self, geometry: Geometry) -> Eagle3Config:
+        """Fill the target's values in; RecipeError where head and target don't fit."""
+        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+        filled = {n: getattr(geometry, n) if getattr(self, n) is None else getattr(self, n) for n in names}
+        if filled["hidden_size"] != geometry.hidden_size:
+            raise RecipeError(f"head.hidden_size is {filled['hidden_size']}, the target's embedding has {geometry.hidden_size}: leave it out")
+        if filled["num_heads"] % filled["num_kv_heads"]:
+            raise RecipeError(f"head.num_heads {filled['num_heads']} is not a multiple of head.num_kv_heads {filled['num_kv_heads']}")
+        if filled["head_dim"] % 2:
+            raise RecipeError(f"head.head_dim must be even for rotary positions, found {filled['head_dim']}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size > geometry.vocab_size:
+            raise RecipeError(f"head.draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {geometry.vocab_size}")
+        return self.model_copy(update={**filled, "taps": _taps(self.taps, geometry.num_layers)})
+
+
+def _taps(taps: tuple[int | str, ...] | None, layers: int) -> tuple[int | str, ...]:
+    chosen: tuple[int | str, ...] = (2, layers // 2, layers - 3) if taps is None else taps
+    numbers = [t for t in chosen if t != "final"]
+    if not chosen or len(set(chosen)) != len(chosen) or any(not isinstance(t, int) or not 0 <= t < layers for t in numbers):
+        what = f"the default taps 2, L//2, L-3 = {list(chosen)}" if taps is None else f"taps {list(chosen)}"
+        raise RecipeError(f"head.taps: {what} must be distinct and in 0 … {layers - 1} for a target of {layers} layers; "
+                          "set head.taps, e.g. " + str(sorted({min(1, layers - 1), layers // 2, layers - 1})))
+    return chosen
+
+
+class Attention(nn.Module):
+    """Projections of cat[e; g] (2H wide). Attention itself is in the two functions below: over an unrolled batch, and over the drafting cache."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        H, D, Q, K = config.hidden_size or 0, config.head_dim or 0, config.num_heads or 0, config.num_kv_heads or 0
+        self.kv_heads, self.head_dim, self.groups = K, D, Q // K
+        self.q_proj = nn.Linear(2 * H, Q * D, bias=False)
+        self.k_proj = nn.Linear(2 * H, K * D, bias=False)
+        self.v_proj = nn.Linear(2 * H, K * D, bias=False)
+        self.o_proj = nn.Linear(Q * D, H, bias=False)
+
+    def query(self, x_BTX: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """→ [B, K, G·T, D], rotated and scaled by 1/√D: groups are folded into the query axis, so keys are never repeated."""
+        B, T, _ = x_BTX.shape
+        q_BTKGD = self.q_proj(x_BTX).view(B, T, self.kv_heads, self.groups, self.head_dim)
+        q_BKGTD = rotate(q_BTKGD.permute(0, 2, 3, 1, 4), cos_sin) * self.head_dim**-0.5
+        return q_BKGTD.reshape(B, self.kv_heads, self.groups * T, self.head_dim)
+
+    def key_value(self, x_BTX: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """→ rotated keys and values, [B, K, T, D]."""
+        B, T, _ = x_BTX.shape
+        k_BKTD = self.k_proj(x_BTX).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
+        v_BKTD = self.v_proj(x_BTX).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
+        return rotate(k_BKTD, cos_sin), v_BKTD
+
+    def output(self, out_BKQD: Tensor, T: int) -> Tensor:
+        """[B, K, G·T, D] → [B, T, H]."""
+        B, K, _, D = out_BKQD.shape
+        return self.o_proj(out_BKQD.view(B, K, self.groups, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, K * self.groups * D))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    def __init__(self, config: Eagle3Config, eps: float) -> None:
+        super().__init__()
+        H = config.hidden_size or 0
+        self.input_layernorm = nn.RMSNorm(H, eps)
+        self.hidden_norm = nn.RMSNorm(H, eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(H, eps)
+        self.mlp = Mlp(H, config.intermediate_size or 0)
+
+    def inputs(self, e_BTH: Tensor, g_BTH: Tensor) -> Tensor:
+        return torch.cat([self.input_layernorm(e_BTH), self.hidden_norm(g_BTH)], -1)
+
+    def finish(self, attention_BTH: Tensor, g_BTH: Tensor) -> Tensor:
+        """The residual is the un-normed g."""
+        h_BTH = g_BTH + attention_BTH
+        return h_BTH + self.mlp(self.post_attention_layernorm(h_BTH))
+
+
+class BorrowedLinear(nn.Linear):
+    """A Linear whose weight belongs to the target: a non-persistent buffer, NaN until it is lent."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False, device="meta")
+        del self.weight
+        self.register_buffer("weight", _nan(outputs, inputs), persistent=False)
+
+
+def _nan(*shape: int) -> Tensor:
+    """NaN of this shape in the memory of one number."""
+    return torch.full((1,) * len(shape), float("nan")).expand(shape)
+
+
+def rotate(x_TD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions; cos and sin broadcast against x [..., T, D]."""
+    cos, sin = cos_sin
+    left, right = x_TD.chunk(2, -1)
+    return x_TD * cos + torch.cat([-right, left], -1) * sin
+
+
+def attend_unrolled(q_BKQD: Tensor, keys: list[Tensor], values: list[Tensor], mask_BTT: Tensor) -> Tensor:
+    """Queries of step j against the step-0 keys (causal, [T,T] scores) and the own-slot keys of steps 1 … j (one column each).
+
+    keys, values: j+1 tensors [B, K, T, D]. mask_BTT: additive float32, 0 or −inf. One float32 softmax over all T + j columns.
+    """
+    B, K, Q, D = q_BKQD.shape
+    T = keys[0].shape[2]
+    own_BKGTD = q_BKQD.view(B, K, Q // T, T, D)
+    scores_BKGTT = (q_BKQD @ keys[0].transpose(-1, -2)).float().view(B, K, Q // T, T, T) + mask_BTT[:, None, None]
+    columns = [(own_BKGTD * k_BKTD[:, :, None]).sum(-1, keepdim=True).float() for k_BKTD in keys[1:]]
+    p = torch.softmax(torch.cat([scores_BKGTT, *columns], -1), -1).to(values[0].dtype)
+    out_BKQD = p[..., :T].reshape(B, K, Q, T) @ values[0]
+    for i, v_BKTD in enumerate(values[1:]):
+        out_BKQD = out_BKQD + (p[..., T + i, None] * v_BKTD[:, :, None]).view(B, K, Q, D)
+    return out_BKQD
+
+
+def attend_cached(q_BKGD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, mask_BS: Tensor | None) -> Tensor:
+    """One query per row against the cache. mask_BS: True where the slot may be read, None: all."""
+    scores_BKGS = (q_BKGD @ keys_BKSD.transpose(-1, -2)).float()
+    if mask_BS is not None:
+        scores_BKGS = scores_BKGS.masked_fill(~mask_BS[:, None, None], float("-inf"))
+    return torch.softmax(scores_BKGS, -1).to(values_BKSD.dtype) @ values_BKSD
+
+
+@dataclass
+class Eagle3State:
+    """The drafting cache. Row b's committed pairs are slots 0 … lengths[b]−1 (slot = position); drafting writes behind them.
+
+    fed_BH: the state that the last committed pair feeds to the first draft step; normed_BH: what `logits` turns into its draft.
+    """
+
+    keys_BKSD: Tensor
+    values_BKSD: Tensor
+    fed_BH: Tensor
+    normed_BH: Tensor
+    cos_sin_SD: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]
+    lengths: list[int] = ()  # type: ignore[assignment]
+
+
+class Eagle3(DraftHead):
+    Config: ClassVar[type[Eagle3Config]] = Eagle3Config
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config, geometry: Geometry, draft_ids: Tensor | None) -> None:
+        super().__init__()
+        assert config.taps is not None and config.hidden_size is not None, "Eagle3 wants a resolved config: use heads.build_head"
+        H, V, eps = config.hidden_size, geometry.vocab_size, geometry.rms_norm_eps
+        self.config, self.geometry, self.taps = config, geometry, config.taps
+        ids_U = _draft_ids(draft_ids, config.draft_vocab_size, V)
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(H, eps) for _ in config.taps) if config.fc_norm else None
+        self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
+        self.midlayer = MidLayer(config, eps)
+        self.norm = nn.RMSNorm(H, eps)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        self.lm_head = BorrowedLinear(H, len(ids_U)) if config.freeze_lm_head else nn.Linear(H, len(ids_U), bias=False)
+        if not config.freeze_lm_head:
+            nn.init.constant_(self.lm_head.weight, float("nan"))
+        self.register_buffer("embed_VD", _nan(V, H), persistent=False)
+        self.register_buffer("d2t", ids_U - torch.arange(len(ids_U)))
+        self.register_buffer("t2d", torch.zeros(V, dtype=torch.bool).index_fill_(0, ids_U, True))
+        self.rotary = _rotary(config, geometry)
+        # DDP would send the borrowed tables from rank to rank in every step.
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
+
+    @classmethod
+    def build(cls, config: Eagle3Config, geometry: Geometry, draft_ids: Tensor | None) -> Eagle3:
+        return cls(config.resolve(geometry), geometry, draft_ids)
+
+    def borrow(self, embed_VD: Tensor, lm_head_VD: Tensor) -> None:
+        """Borrowed tensors are shared where device and dtype allow. A trained lm_head starts from the target's rows, once: while it is NaN."""
+        V, H = self.geometry.vocab_size, self.geometry.hidden_size
+        for name, table in (("embedding", embed_VD), ("lm_head", lm_head_VD)):
+            if table.shape[1] != H or table.shape[0] < V and name == "lm_head":
+                raise RecipeError(f"the target's {name} is {tuple(table.shape)}, the head was built for ({V}, {H})")
+        like = self.norm.weight
+        self.embed_VD = embed_VD.detach().to(like.device)
+        whole = len(self.d2t) == len(lm_head_VD)
+        rows_UH = lm_head_VD.detach() if whole else lm_head_VD.detach()[self.target_ids_U().to(lm_head_VD.device)]
+        if self.config.freeze_lm_head:
+            self.lm_head.weight = rows_UH.to(like)  # type: ignore[assignment]
+        elif self.lm_head.weight[0].isnan().any():
+            with torch.no_grad():
+                self.lm_head.weight.copy_(rows_UH)
+
+    def target_ids_U(self) -> Tensor:
+        """int64 [U], sorted: the target id of each draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    # ---- the layer, in three pieces that training and drafting share
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        """Tapped features → g [B, T, H]."""
+        features_BTF = features_BTF.to(self.norm.weight.dtype)
+        if self.fc_norm is not None:
+            taps = features_BTF.chunk(len(self.taps), -1)
+            features_BTF = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
+        return self.fc(features_BTF)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embed_VD).to(self.norm.weight.dtype)
+
+    def outputs(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """→ (what is fed back, what `logits` reads)."""
+        normed = self.norm(out)
+        return (normed if self.config.norm_output else out), normed
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.lm_head(states)
+
+    # ---- training
+
+    def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        T = batch.documents_BT.shape[1]
+        mask_BTT = causal_mask(batch.documents_BT)
+        g_BTH = self.fuse(batch.features_BTF)
+        states: list[Tensor] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for j in range(steps):
+            x_BTX = layer.inputs(self.embed(batch.tokens_BTJ[..., j]), g_BTH)
+            cos_BTD, sin_BTD = self.rotary(g_BTH, batch.positions_BT + j)
+            k_BKTD, v_BKTD = attention.key_value(x_BTX, (cos_BTD[:, None], sin_BTD[:, None]))
+            keys.append(k_BKTD)
+            values.append(v_BKTD)
+            q_BKQD = attention.query(x_BTX, (cos_BTD[:, None, None], sin_BTD[:, None, None]))
+            out_BTH = layer.finish(attention.output(attend_unrolled(q_BKQD, keys, values, mask_BTT), T), g_BTH)
+            g_BTH, normed_BTH = self.outputs(out_BTH)
+            states.append(normed_BTH)
+        return Unrolled(states)
+
+    # ---- drafting
+
+    def new_state(self, batch: int, max_len: int) -> Eagle3State:
+        c, like = self.config, self.norm.weight
+        S = max_len + _SPARE
+        # Ordinary tensors even when the caller is in inference mode, so that the state may be used outside it too.
+        with torch.inference_mode(False), torch.no_grad():
+            cache = torch.zeros(2, batch, c.num_kv_heads or 0, S, c.head_dim or 0, device=like.device, dtype=like.dtype)
+            last = torch.zeros(2, batch, c.hidden_size or 0, device=like.device, dtype=like.dtype)
+            cos_1SD, sin_1SD = self.rotary(last, torch.arange(S, device=like.device)[None])
+            return Eagle3State(cache[0], cache[1], last[0], last[1], (cos_1SD[0], sin_1SD[0]), [0] * batch)
+
+    def clear(self, state: Eagle3State, row: int) -> None:
+        """Forget the row's pairs."""
+        state.lengths[row] = 0
+
+    def move(self, state: Eagle3State, source: int, to: int) -> None:
+        n = state.lengths[source]
+        for cache_BKSD in (state.keys_BKSD, state.values_BKSD):
+            cache_BKSD[to, :, :n] = cache_BKSD[source, :, :n]
+        for last_BH in (state.fed_BH, state.normed_BH):
+            last_BH[to] = last_BH[source]
+        state.lengths[to] = n
+
+    @torch.no_grad()
+    def extend(self, state: Eagle3State, features_BMF: Tensor, tokens_BM: Tensor, counts_B: Tensor, rows: slice) -> None:
+        """Keys and values of all new pairs; attention, MLP and norm only for each row's last one, whose output drafting starts from."""
+        starts, counts = state.lengths[rows], counts_B.tolist()
+        ends = [s + n for s, n in zip(starts, counts, strict=True)]
+        if max(ends) > state.keys_BKSD.shape[2] - _SPARE:
+            raise ValueError(f"{max(ends)} pairs do not fit a drafting cache of {state.keys_BKSD.shape[2] - _SPARE}")
+        g_BMH = self.fuse(features_BMF)
+        x_BMX = self.midlayer.inputs(self.embed(tokens_BM), g_BMH)
+        self._write(state, x_BMX, starts, rows)
+        if len(counts) == 1:
+            x_B1X, g_B1H = x_BMX[:, counts[0] - 1 : counts[0]], g_BMH[:, counts[0] - 1 : counts[0]]
+        else:
+            last_B11 = (counts_B.to(g_BMH.device) - 1).clamp(min=0)[:, None, None]
+            x_B1X, g_B1H = (t.gather(1, last_B11.expand(-1, 1, t.shape[-1])) for t in (x_BMX, g_BMH))
+        fed_BH, normed_BH = self._query(state, x_B1X, g_B1H, [max(e - 1, 0) for e in ends], rows)
+        if min(counts) == 0:  # a row without news keeps its state
+            news_B1 = (counts_B > 0).to(fed_BH.device)[:, None]
+            fed_BH = torch.where(news_B1, fed_BH, state.fed_BH[rows])
+            normed_BH = torch.where(news_B1, normed_BH, state.normed_BH[rows])
+        state.fed_BH[rows] = fed_BH
+        state.normed_BH[rows] = normed_BH
+        state.lengths[rows] = ends
+
+    @torch.no_grad()
+    def draft_chain(self, state: Eagle3State, gamma: int, pick: Callable[[int, Tensor], Tensor | None], rows: slice) -> list[Tensor]:
+        fed_BH, normed_BH = state.fed_BH[rows], state.normed_BH[rows]
+        slots = list(state.lengths[rows])
+        chosen: list[Tensor] = []
+        for j in range(gamma):
+            tokens_B = pick(j, self.logits(normed_BH))
+            if tokens_B is None:
+                break
+            chosen.append(tokens_B)
+            if j + 1 == gamma or max(slots) + 1 >= state.keys_BKSD.shape[2]:
+                break
+            x_B1X = self.midlayer.inputs(self.embed(tokens_B[:, None]), fed_BH[:, None])
+            self._write(state, x_B1X, slots, rows)
+            fed_BH, normed_BH = self._query(state, x_B1X, fed_BH[:, None], slots, rows)
+            slots = [s + 1 for s in slots]
+        return chosen
+
+    def _write(self, state: Eagle3State, x_BMX: Tensor, starts: list[int], rows: slice) -> None:
+        """Keys and values of M pairs per row into slots starts[b] … starts[b]+M−1."""
+        M, S = x_BMX.shape[1], state.keys_BKSD.shape[2]
+        same = min(starts) == max(starts) and starts[0] + M <= S
+        if same:
+            cos_MD, sin_MD = (t[starts[0] : starts[0] + M] for t in state.cos_sin_SD)
+            k_BKMD, v_BKMD = self.midlayer.self_attn.key_value(x_BMX, (cos_MD, sin_MD))
+            state.keys_BKSD[rows, :, starts[0] : starts[0] + M] = k_BKMD
+            state.values_BKSD[rows, :, starts[0] : starts[0] + M] = v_BKMD
+            return
+        slots_BM = torch.tensor(starts, device=x_BMX.device)[:, None] + torch.arange(M, device=x_BMX.device)
+        slots_BM = slots_BM.clamp(max=S - 1)
+        cos, sin = (t[slots_BM][:, None] for t in state.cos_sin_SD)
+        k_BKMD, v_BKMD = self.midlayer.self_attn.key_value(x_BMX, (cos, sin))
+        rows_B1 = torch.arange(state.keys_BKSD.shape[0], device=x_BMX.device)[rows, None]
+        state.keys_BKSD[rows_B1, :, slots_BM] = k_BKMD.transpose(1, 2)
+        state.values_BKSD[rows_B1, :, slots_BM] = v_BKMD.transpose(1, 2)
+
+    def _query(self, state: Eagle3State, x_B1X: Tensor, g_B1H: Tensor, slots: list[int], rows: slice) -> tuple[Tensor, Tensor]:
+        """The layer's output for one pair per row, at slots[b], whose key is written already → (fed, normed), [B, H]."""
+        n = max(slots) + 1
+        if min(slots) + 1 == n:
+            mask_BS = None
+            cos_sin = tuple(t[n - 1] for t in state.cos_sin_SD)
+        else:
+            slots_B = torch.tensor(slots, device=x_B1X.device)
+            mask_BS = torch.arange(n, device=x_B1X.device) <= slots_B[:, None]
+            cos_sin = tuple(t[slots_B][:, None, None, None] for t in state.cos_sin_SD)
+        q_BKGD = self.midlayer.self_attn.query(x_B1X, cos_sin)  # type: ignore[arg-type]
+        a_BKGD = attend_cached(q_BKGD, state.keys_BKSD[rows, :, :n], state.values_BKSD[rows, :, :n], mask_BS)
+        fed_B1H, normed_B1H = self.outputs(self.midlayer.finish(self.midlayer.self_attn.output(a_BKGD, 1), g_B1H))
+        return fed_B1H[:, 0], normed_B1H[:, 0]
+
+
+def causal_mask(documents_BT: Tensor) -> Tensor:
+    """Additive float32 [B, T, T]: 0 where slot t may read slot s ≤ t of its own document, else −inf. Padding reads padding, so no row is empty."""
+    T = documents_BT.shape[1]
+    allowed_BTT = (documents_BT[:, :, None] == documents_BT[:, None]).tril()
+    return torch.zeros(len(documents_BT), T, T, device=documents_BT.device).masked_fill_(~allowed_BTT, float("-inf"))
+
+
+def _draft_ids(draft_ids: Tensor | None, size: int | None, vocab_size: int) -> Tensor:
+    ids_U = torch.arange(size or vocab_size) if draft_ids is None else draft_ids.detach().cpu().long()
+    if len(ids_U) != (size or vocab_size):
+        raise RecipeError(f"the draft vocabulary has {len(ids_U)} ids, head.draft_vocab_size asks for {size or vocab_size}")
+    if not bool((ids_U[1:] > ids_U[:-1]).all()) or int(ids_U[0]) < 0 or int(ids_U[-1]) >= vocab_size:
+        raise RecipeError(f"the draft vocabulary's ids must rise and lie in 0 … {vocab_size - 1}")
+    return ids_U
+
+
+def _rotary(config: Eagle3Config, geometry: Geometry) -> Any:
+    """transformers' own rotary, so that llama3, yarn and the other scalings are the target's."""
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config.hidden_size, num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim, max_position_embeddings=geometry.max_positions, rope_parameters=rope_parameters(geometry),
+        )
+    )
+
+
+def rope_parameters(geometry: Geometry) -> dict[str, Any]:
+    """The rotary parameters of the head: the target's, of its full-attention layers where they differ by layer, over the whole head_dim
+    (the engines' llama layer knows no partial rotation)."""
+    found = dict(geometry.rope_parameters)
+    if "rope_theta" not in found:
+        layered = [v for v in (found.get("full_attention"), *found.values()) if isinstance(v, dict) and "rope_theta" in v]
+        found = dict(layered[0]) if layered else found
+    found.setdefault("rope_type", "default")
+    found.setdefault("rope_theta", 10000.0)
+    found.pop("partial_rotary_factor", None)
+    found.pop("mrope_section", None)
+    return found
