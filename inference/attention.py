@@ -1,0 +1,111 @@
+"""Attention over the slot cache without repeat_kv: the query heads that share a key/value head are folded into the query axis.
+
+Stock SDPA with a mask expands the whole cache to all query heads in every layer, which costs more than the attention itself. Here a key/value
+head meets its G query heads as one query of G·T rows. The function is registered with transformers' AttentionInterface under `NAME` and
+selected by `use_attention` for the duration of one forward, so the model's own attention stays what it was outside.
+
+`NAME` has no entry among transformers' mask functions: that is how a mask of None reaches us as None (transformers would otherwise build one).
+None means: T = 1 and every slot of the view counts, or plain causal attention over exactly T slots.
+
+Shape suffixes: B rows, H query heads, K key/value heads, G = H/K, T new tokens, S slots of the view, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "draftheads_folded"
+# Up to here the mask is folded too (float, G·T·S); beyond it, a bool mask is shared by G calls, so that a long prefill stays small.
+FOLD_TOKENS = 64
+
+
+def folded_attention(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature. The mask is what `fold_mask` made, or None (see above). Returns [B, T, H, Dv] and None."""
+    B, H, T, D = query_BHTD.shape
+    K = key_BKSD.shape[1]
+    G = H // K
+    mask = attention_mask
+    if mask is None and T > 1:
+        out_BHTD = F.scaled_dot_product_attention(query_BHTD, key_BKSD, value_BKSD, is_causal=True, scale=scaling, enable_gqa=G > 1)
+    elif mask is not None and mask.dtype == torch.bool:
+        out_BHTD = query_BHTD.new_empty(B, H, T, value_BKSD.shape[-1])
+        for g in range(G):
+            out_BHTD[:, g::G] = F.scaled_dot_product_attention(query_BHTD[:, g::G], key_BKSD, value_BKSD, mask, scale=scaling)
+    else:
+        if mask is not None and mask.shape[2] not in (1, G * T):  # folded for other layers' grouping
+            mask = mask[:, :, :T].repeat(1, 1, G, 1)
+        query_BKRD = query_BHTD.reshape(B, K, G * T, D)
+        out_BHTD = F.scaled_dot_product_attention(query_BKRD, key_BKSD, value_BKSD, mask, scale=scaling).view(B, H, T, -1)
+    return out_BHTD.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, folded_attention)
+
+
+def fold_mask(mask_BTS: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """bool [B,T,S] (True = attend) -> what `folded_attention` takes: additive [B,1,G·T,S], or the bool mask itself for long T."""
+    T = mask_BTS.shape[1]
+    if T > FOLD_TOKENS:
+        return mask_BTS[:, None]
+    added_BTS = float_mask(mask_BTS, dtype)
+    return (added_BTS if T == 1 or groups == 1 else added_BTS.repeat(1, groups, 1))[:, None]
+
+
+def float_mask(mask_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool -> additive: 0 where attended, the dtype's minimum elsewhere (−inf turns a fully masked row into NaN). Eager attention adds
+    its mask, so a bool mask there would be silently wrong."""
+    return torch.zeros(mask_BTS.shape, dtype=dtype, device=mask_BTS.device).masked_fill_(~mask_BTS, torch.finfo(dtype).min)
+
+
+@contextmanager
+def use_attention(config: Any, name: str | None) -> Iterator[None]:
+    """Select an attention implementation for one forward (layers read it from their config); None leaves the model's own."""
+    if name is None:
+        yield
+        return
+    # The private name: the public setter walks over sub-configs, and this runs for every forward.
+    before = config._attn_implementation_internal
+    config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+def block_mask(starts: list[int], view: int, block_BTT: Tensor | None, tokens: int, device: torch.device) -> Tensor:
+    """bool [B,T,S]: each new token sees its row's committed slots (< start) and, among the T new ones, itself and its ancestors.
+
+    block_BTT bool: the ancestors inside a tree; None: causal. New token j of row b lies in slot starts[b] + j.
+    """
+    start_B = torch.tensor(starts, device=device)
+    offset_BS = torch.arange(view, device=device) - start_B[:, None]
+    if block_BTT is None:
+        return offset_BS[:, None] <= torch.arange(tokens, device=device)[:, None]
+    inside_BTS = block_BTT.gather(2, offset_BS.clamp(0, tokens - 1)[:, None].expand(-1, tokens, -1))
+    return torch.where((offset_BS < 0)[:, None], True, inside_BTS & (offset_BS < tokens)[:, None])
+
+
+def window_mask(mask_BTS: Tensor, positions_BT: Tensor, starts: list[int], window: int) -> Tensor:
+    """The same mask for a sliding layer: only slots whose *position* is less than `window` behind. In a tree, slot and position differ."""
+    B, T, S = mask_BTS.shape
+    device = mask_BTS.device
+    position_BS = torch.arange(S, device=device).repeat(B, 1)
+    slot_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(T, device=device)
+    position_BS.scatter_(1, slot_BT, positions_BT)
+    return mask_BTS & (positions_BT[:, :, None] - position_BS[:, None] < window)

@@ -1,0 +1,294 @@
+"""The frozen target, seen as (final state, tapped features, logits) over a slot cache. Any transformers causal LM, unmodified.
+
+ids ─► extend: slots, positions, mask ─► forward: the decoder (no lm_head), taps by hooks ─► final_BTD, features_BTF ─► logits
+
+Tree verification needs nothing from the model but what transformers gives: explicit position ids (length + depth), a 4D mask (ancestors), and
+a cache of our own. A family with a recurrent state cannot: there is no per-token state to mask or to move.
+
+Taps: tap k is transformers' hidden_states[k], the output of layer k−1 (0: what enters layer 0); "final" is the post-norm state that lm_head
+reads. The last layer's raw output has no number, since hidden_states[num_layers] is the post-norm state.
+
+Shape suffixes: B rows, T new tokens, S slots of the view, D hidden, F feature width, V vocabulary, N tree nodes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.heads.tree import DraftTree
+from draftheads.inference import attention, sources
+from draftheads.inference.cache import SlotCache
+from draftheads.inference.packed import can_pack, pack_linears
+from draftheads.recipes.schema import Geometry, RecipeError
+
+Taps = tuple[int | str, ...]
+
+
+class Target:
+    """Make one with `Target.load` or `Target.from_model`. All methods run without gradients.
+
+    embed_VD, lm_head_VD: the original (unpacked) weights; lm_head's rows may exceed the tokenizer's ids.
+    eos_ids: every id that ends an answer. template_hash: of chat template and special tokens, 16 hex digits.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None, packed: bool) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name, self.revision = name, revision
+        self.config = model.config.get_text_config(decoder=True)
+        sources.check_family(self.config, type(model), name)
+        self.decoder: nn.Module = model.get_decoder()
+        self.embed_VD: Tensor = model.get_input_embeddings().weight.detach()
+        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.lm_head_VD: Tensor = self.lm_head.weight.detach()
+        self.device, self.dtype = self.embed_VD.device, self.embed_VD.dtype
+        self.geometry = sources.geometry_of(self.config, self.lm_head_VD.shape[0])
+        self.eos_ids = sources.eos_ids(model, tokenizer)
+        self.template_hash = sources.template_hash(tokenizer)
+        self._layers = _layers(self.decoder, self.geometry.num_layers, name)
+        self._cache_argument = _cache_argument(self.decoder, name)
+        self._attention, self._eager = _attention_kind(model)
+        self._groups = self.geometry.num_heads // self.geometry.num_kv_heads
+        self._layer_types, self._window = _layer_types(self.config)
+        self._shape_logits = _self_check(self)
+        self.packed = packed
+        if packed:
+            pack_linears(model)
+            self.lm_head = model.get_output_embeddings()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: torch.device | str | None = None,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+        geometry: Geometry | None = None,
+        packed: bool | str = "auto",
+    ) -> Target:
+        """A named target ("smollm2-135m"), Hub id, folder or .gguf file. RecipeError, one line naming the cure, when that fails.
+
+        dtype "auto": bfloat16 on CUDA, float32 on a CPU. packed "auto": packed weights for float32 on a CPU. geometry: the recipe's; a target
+        that differs is an error. chat_template: path of a jinja file, for a tokenizer without one.
+        """
+        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        kind = getattr(torch, dtype) if dtype != "auto" else torch.bfloat16 if where.type == "cuda" else torch.float32
+        source = sources.locate(name, revision)
+        model, tokenizer, revision = sources.load(source, kind, where, trust_remote_code, geometry)
+        sources.set_chat_template(tokenizer, chat_template, name)
+        model.requires_grad_(False)
+        pack = where.type == "cpu" and kind == torch.float32 and can_pack() if packed == "auto" else bool(packed)
+        return cls(model, tokenizer, name, revision, pack)
+
+    @classmethod
+    def from_model(cls, model: Any, tokenizer: Any, *, name: str = "in-memory", packed: bool = False, chat_template: str | None = None) -> Target:
+        """A model already in memory, used in place. packed=True replaces its linear layers."""
+        if chat_template is not None:
+            sources.set_chat_template(tokenizer, chat_template, name)
+        return cls(model, tokenizer, name, None, packed)
+
+    def new_cache(self, batch: int, max_len: int) -> SlotCache:
+        return SlotCache(batch, max_len, self.device)
+
+    @torch.no_grad()
+    def extend(
+        self, cache: SlotCache, rows: slice, ids_BT: Tensor, *, tree: DraftTree | None = None, taps: Taps = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Feed T new tokens a row at slots lengths[b] … lengths[b]+T−1; nothing is committed. -> final_BTD, features_BTF (None without taps).
+
+        tree None: causal. Otherwise ids_BT are the tree's tokens: position = length + depth, and a node sees its ancestors only.
+        Right padding is allowed: the padded tokens' results are garbage, and so is what they wrote behind the tokens that are committed.
+        """
+        B, T = ids_BT.shape
+        starts = cache.lengths[rows]
+        start_B1 = cache.lengths_B[rows, None]
+        equal, used = min(starts) == max(starts), max(starts) + T
+        if tree is not None and T > 1 and not _is_chain(tree):
+            block_BTT = tree.ancestors_BNN()
+            positions_BT = start_B1 + block_BTT.sum(-1) - 1
+        else:
+            block_BTT = None
+            positions_BT = start_B1 + torch.arange(T, device=self.device)
+        plain = equal and block_BTT is None and (T == 1 or starts[0] == 0) and (self._window is None or used <= self._window)
+        mask_BTS = None
+        if not plain or self._attention != attention.NAME:
+            mask_BTS = attention.block_mask(starts, cache.view(used), block_BTT, T, self.device)
+        return self.forward(ids_BT, positions_BT, mask_BTS, cache, rows, starts, taps)
+
+    @torch.no_grad()
+    def forward(
+        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTS: Tensor | None, cache: SlotCache, rows: slice, starts: list[int], taps: Taps = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Low level: write the tokens at slots starts[b] …, attend by mask_BTS (bool; S slots are read), window added for sliding layers.
+
+        mask_BTS None: one token that sees every slot before it, or plain causal attention from slot 0 (equal rows only).
+        """
+        T = ids_BT.shape[1]
+        cache.prepare(rows, starts, T, starts[0] + T if mask_BTS is None else mask_BTS.shape[2])
+        arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        with attention.use_attention(self.config, self._attention), _Tapped(self._layers, taps) as tapped:
+            output = self.decoder(
+                input_ids=ids_BT, attention_mask=self._masks(mask_BTS, positions_BT, starts), position_ids=positions_BT, **arguments
+            )
+        final_BTD = output.last_hidden_state
+        return final_BTD, tapped.features(final_BTD)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """float32 [..., V] from the post-norm state [..., D]: lm_head and what the family does after it (checked when the target was made)."""
+        with torch.no_grad():
+            return self._shape_logits(self.lm_head(final).float())
+
+    def _masks(self, mask_BTS: Tensor | None, positions_BT: Tensor, starts: list[int]) -> Any:
+        """What the family's decoder takes as attention_mask: one 4D mask, or a dict by layer type where layers differ."""
+        by_type: dict[str, Tensor | None] = {}
+        for kind in self._layer_types:
+            mask = mask_BTS
+            if mask is not None and kind == "sliding_attention" and self._window is not None:
+                mask = attention.window_mask(mask, positions_BT, starts, self._window)
+            if mask is not None:
+                if self._attention == attention.NAME:
+                    mask = attention.fold_mask(mask, self._groups, self.dtype)
+                else:
+                    mask = (attention.float_mask(mask, self.dtype) if self._eager else mask)[:, None]
+            by_type[kind] = mask
+        return by_type if len(by_type) > 1 else next(iter(by_type.values()))
+
+
+class _Tapped:
+    """Hooks on the tapped layers only, for the duration of one forward."""
+
+    def __init__(self, layers: nn.ModuleList, taps: Taps) -> None:
+        self.layers, self.taps = layers, taps
+        self.states: dict[int | str, Tensor] = {}
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> _Tapped:
+        for tap in self.taps:
+            if tap == "final":
+                continue
+            if not isinstance(tap, int) or not 0 <= tap < len(self.layers):
+                raise RecipeError(f'tap {tap!r} does not exist: taps are 0 … {len(self.layers) - 1} (tap k: output of layer k−1) and "final"')
+            if tap == 0:
+                self.handles.append(self.layers[0].register_forward_pre_hook(self._entering, with_kwargs=True))
+            else:
+                self.handles.append(self.layers[tap - 1].register_forward_hook(self._leaving(tap)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _entering(self, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.states[0] = positional[0] if positional else named["hidden_states"]
+
+    def _leaving(self, tap: int) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.states[tap] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def features(self, final_BTD: Tensor) -> Tensor | None:
+        if not self.taps:
+            return None
+        return torch.cat([final_BTD if tap == "final" else self.states[tap] for tap in self.taps], -1)
+
+
+def _is_chain(tree: DraftTree) -> bool:
+    """Chains are by far the most frequent trees, and need no ancestor matrix."""
+    N = tree.width
+    return bool((tree.parents_BN == torch.arange(-1, N - 1, device=tree.parents_BN.device)).all())
+
+
+def _layers(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise RecipeError(f"{name}: {type(decoder).__name__} has no list of {count} decoder layers; {sources.SUPPORTED}")
+
+
+def _cache_argument(decoder: nn.Module, name: str) -> str:
+    """transformers 5.24 renamed past_key_values to cache."""
+    parameters = inspect.signature(decoder.forward).parameters
+    if "position_ids" not in parameters:
+        raise RecipeError(f"{name}: {type(decoder).__name__} takes no position_ids, so it cannot verify trees; {sources.SUPPORTED}")
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def _attention_kind(model: Any) -> tuple[str | None, bool]:
+    """(attention implementation to select for our forwards or None for the model's own, whether its masks must be float)."""
+    if not getattr(model, "_supports_sdpa", False):
+        return "eager", True
+    if getattr(model, "_supports_attention_backend", False):
+        return attention.NAME, False
+    return "sdpa", False
+
+
+def _layer_types(config: Any) -> tuple[list[str], int | None]:
+    """The kinds of layers this model has, sorted, and the window of the sliding ones."""
+    window = getattr(config, "sliding_window", None)
+    kinds = sorted(set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else ["full_attention"])))
+    return kinds, window if "sliding_attention" in kinds else None
+
+
+@torch.no_grad()
+def _self_check(target: Target) -> Callable[[Tensor], Tensor]:
+    """Find what the family does after lm_head, then compare one small tree with the model's own sequential forward.
+
+    Catches wrong scales, families whose attention ignores the mask or the positions (ALiBi, …), and caches that a layer bypasses.
+    """
+    V = target.lm_head_VD.shape[0]
+    # Prompt of 4, then the tree root a, children b and c, d below c: two sequences.
+    prompt, (a, b, c, d) = [(17 * i + 5) % V for i in range(4)], [(29 * i + 11) % V for i in range(4)]
+    ids_2T = torch.tensor([[*prompt, a, c, d], [*prompt, a, b, b]], device=target.device)
+    finals: list[Tensor] = []
+    handle = target.decoder.register_forward_hook(lambda module, inputs, output: finals.append(output.last_hidden_state))
+    try:
+        expected_2TV = target.model(input_ids=ids_2T, use_cache=False).logits.float()
+    finally:
+        handle.remove()
+    tolerance = (1e-3 if target.dtype == torch.float32 else 0.1) * expected_2TV.abs().max().item() + 1e-6
+    raw_2TV = target.lm_head(finals[0]).float()
+    shapes = [shape for shape in _logit_shapes(target.model, target.config) if (shape(raw_2TV) - expected_2TV).abs().max() <= tolerance]
+    if not shapes:
+        raise RecipeError(f"{target.name}: its logits are not lm_head of the last state, softcapped or scaled; {sources.SUPPORTED}")
+    cache = target.new_cache(1, 64)
+    row = slice(0, 1)
+    target.extend(cache, row, ids_2T[:1, :4])
+    cache.advance(row, [4])
+    tokens_1N = torch.tensor([[a, b, c, d]], device=target.device)
+    parents_1N = torch.tensor([[-1, 0, 0, 2]], device=target.device)
+    final_1ND, _ = target.extend(cache, row, tokens_1N, tree=DraftTree(tokens_1N, parents_1N, torch.ones_like(tokens_1N, dtype=torch.bool)))
+    found_NV = shapes[0](target.lm_head(final_1ND).float())[0]
+    wanted_NV = torch.stack([expected_2TV[0, 4], expected_2TV[1, 5], expected_2TV[0, 5], expected_2TV[0, 6]])
+    off = (found_NV - wanted_NV).abs().max().item()
+    if not off <= tolerance or len(cache.keys) != target.geometry.num_layers:
+        raise RecipeError(f"{target.name}: a tree forward differs from a sequential one by {off:.1e}, so it cannot be verified; {sources.SUPPORTED}")
+    return shapes[0]
+
+
+def _logit_shapes(model: Any, config: Any) -> list[Callable[[Tensor], Tensor]]:
+    """Candidates for what follows lm_head; the check picks the first that fits (two families scale by the same key in opposite ways)."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    scales = [1.0]
+    for key in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        value = getattr(config, key, None)
+        if isinstance(value, int | float) and value not in (0, 1):
+            scales += [float(value), 1.0 / float(value)]
+
+    def shape(scale: float) -> Callable[[Tensor], Tensor]:
+        def apply(logits: Tensor) -> Tensor:
+            if scale != 1.0:
+                logits = logits * scale
+            return torch.tanh(logits / cap) * cap if cap else logits
+
+        return apply
+
+    return [shape(scale) for scale in scales]
