@@ -1,7 +1,8 @@
 """Is the output still the target's own? Greedy: token equality, with every difference explained or not. Sampling: a martingale.
 
 greedy    first difference ─► the target's logits after the common prefix, recomputed ─► tie (both tokens within `bound` of the top) or unexplained
-sampling  Z = Σ (log p(x_t) + H_t) / √ Σ Var_t over all tokens of all rows: each term has mean 0 and variance Var_t if x_t was drawn from p
+sampling  Z = Σ (log p(x_t) + H_t) / √ Σ Var_t over all tokens of all rows (inference.metrics.martingale_z): each term has mean 0 and
+          variance Var_t if x_t was drawn from p
 
 The martingale costs no reference run and sees any bias in log p (a bonus token drawn from the wrong distribution moved it by 10 standard
 deviations in 4k tokens); it misses a bias that keeps the mean of log p, so the χ² tests of the sampling rules stand beside it.
@@ -9,13 +10,11 @@ deviations in 4k tokens); it misses a bias that keeps the mean of log p, so the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftheads.inference.requests import Completion
     from draftheads.inference.target import Target
 
 IDENTICAL, TIE, UNEXPLAINED = "identical", "tie", "unexplained"
@@ -81,13 +80,3 @@ def target_logits(target: Target, prompt_ids: Sequence[int]) -> Callable[[list[i
         return row
 
     return after
-
-
-def martingale_z(completions: Iterable[Completion]) -> float | None:
-    """Z over rows that carry the certificate sums; None when none does, or when nothing was random."""
-    deviation = variance = 0.0
-    for row in completions:
-        if row.logprob_sum is not None and row.entropy_sum is not None and row.variance_sum is not None:
-            deviation += row.logprob_sum + row.entropy_sum
-            variance += row.variance_sum
-    return deviation / math.sqrt(variance) if variance > 0 else None

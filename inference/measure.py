@@ -26,6 +26,7 @@ from torch import Tensor
 from draftheads.heads.tree import DraftTree
 from draftheads.inference.decode import decode
 from draftheads.inference.drafters.base import Drafter, Plan
+from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
 from draftheads.inference.target import Target
@@ -139,30 +140,15 @@ def rotation(names: Sequence[str], block: int) -> list[str]:
 # ---- cost model
 
 
-class Filler(Drafter):
+class Filler(NoDrafter):
     """Proposes exactly γ copies of the last token: useless drafts of exact length, to measure v(w)."""
 
     name = "filler"
 
-    def reset(self, batch: int, max_len: int, device: torch.device) -> None:
-        self.roots_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self.rows = 0
-
-    def start(self, row: int, prompt_T: Tensor, root: int, features_TF: Tensor | None) -> None:
-        self.roots_B[row] = root
-
-    def move(self, source: int, to: int) -> None:
-        self.roots_B[to] = self.roots_B[source]
-
-    def observe(self, tokens_BM: Tensor, counts_B: Tensor, features_BMF: Tensor | None) -> None:
-        self.rows = tokens_BM.shape[0]
-        self.roots_B[: self.rows] = tokens_BM.gather(1, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
-
     def propose(self, plan: Plan, sampling: Sampling, noise: Noise) -> DraftTree:
-        roots_B = self.roots_B[: noise.seeds_B.shape[0]]
-        room = min([plan.gamma, *(plan.room_B or ())])
-        tree = DraftTree.chain(roots_B, roots_B[:, None].expand(-1, max(room, 0)))
-        tree.source_B = [self.name] * len(roots_B)
+        root_B = super().propose(plan, sampling, noise).tokens_BN[:, 0]
+        tree = DraftTree.chain(root_B, root_B[:, None].expand(-1, min(plan.gamma, *plan.room_B) if plan.room_B else plan.gamma))
+        tree.source_B = [self.name] * len(root_B)
         return tree
 
 
@@ -177,7 +163,7 @@ class CostSamples:
 
 
 def sample_costs(
-    target: Target, drafters: Mapping[str, Drafter], requests: Sequence[Request], *, none: Drafter, longest: int = 8, rounds: int = 8,
+    target: Target, drafters: Mapping[str, Drafter], requests: Sequence[Request], *, longest: int = 8, rounds: int = 8,
     repeats: int = 2, batch_size: int = 1, on_pass: Callable[[], None] | None = None,
 ) -> CostSamples:
     """Rounds of exact width w = 1 … longest+1 by the filler, of drafter none, and of every drafter at γ = 1, longest/2, longest.
@@ -186,7 +172,7 @@ def sample_costs(
     """
     samples = CostSamples()
     gammas = sorted({1, max(1, longest // 2), longest})
-    passes: list[tuple[str, Drafter, int]] = [("none", none, 0)]
+    passes: list[tuple[str, Drafter, int]] = [("none", NoDrafter(), 0)]
     passes += [("filler", Filler(), g) for g in range(1, longest + 1)]
     passes += [(name, drafter, g) for name, drafter in drafters.items() for g in gammas]
     block = list(requests)[:batch_size]

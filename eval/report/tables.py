@@ -1,0 +1,75 @@
+"""The main table (one row per drafter) and how numbers are written; shared by the terminal, the Markdown and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+LABELS = {"none": "none", "ngram": "n-gram", "head": "head", "composite": "n-gram + head"}
+COLUMNS = ["drafter", "γ", "τ", "accepted at position 1, 2, …", "tokens/s", "vs none", "95 %", "vs transformers", "lossless"]
+
+
+def order(names: Iterable[str]) -> list[str]:
+    known = list(LABELS)
+    return sorted(names, key=lambda n: known.index(n) if n in known else len(known))
+
+
+def figure(value: float | None, digits: int = 2, unit: str = "") -> str:
+    return "–" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{value:.{digits}%}"
+
+
+def count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def yes(value: bool | None) -> str:
+    return {True: "yes", False: "NO", None: "–"}[value]
+
+
+def positions(values: Sequence[float | None], most: int = 8) -> str:
+    return " ".join("–" if v is None else f"{v:.0%}" for v in values[:most]) or "–"
+
+
+def gamma(figures: Mapping[str, Any]) -> str:
+    return ", ".join(str(g) for g in figures.get("gamma", {}).values()) or "–"
+
+
+def interval(pair: Sequence[float] | None) -> str:
+    return "–" if pair is None else f"{pair[0]:.2f}–{pair[1]:.2f}"
+
+
+def main_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """Cells in the order of COLUMNS; transformers' own line last, where it ran."""
+    rows = []
+    for name in order(report["by_drafter"]):
+        f = report["by_drafter"][name]
+        rows.append([
+            LABELS.get(name, name), gamma(f), figure(f["tau"]), positions(f["acceptance_per_position"]), figure(f["tokens_per_s"], 1),
+            figure(f["speedup"], 2, "×"), interval(f["speedup_ci95"]) if name != "none" else "–",
+            figure(f["speedup_vs_transformers"], 2, "×"), yes(f["lossless"]),
+        ])
+    theirs = report["summary"]["transformers_tokens_per_s"]
+    if theirs is not None:
+        rows.append(["transformers", "–", "1.00", "–", figure(theirs, 1), "–", "–", "1.00×", "–"])
+    return rows
+
+
+def category_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """Per category: the speed-up of every drafter, τ of the one under test, and the advice."""
+    drafters = [d for d in order(report["by_drafter"]) if d != "none"]
+    rows = []
+    for category in report["by_category"]:
+        cells = [category]
+        for d in drafters:
+            f = report["by_drafter"][d]["by_category"][category]
+            cells.append(f"{figure(f['tau'])} · {figure(f['speedup'], 2, '×')}")
+        rows.append([*cells, report["advice"][category]["use"]])
+    return rows
+
+
+def category_columns(report: Mapping[str, Any]) -> list[str]:
+    return ["category", *[f"{LABELS.get(d, d)}: τ · speed-up" for d in order(report["by_drafter"]) if d != "none"], "use"]
