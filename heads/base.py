@@ -83,6 +83,10 @@ class DraftHead(nn.Module, ABC):
         """Static per-row buffers (the head's own KV cache and the state of the last pair). The cache must also hold the drafted tokens."""
 
     @abstractmethod
+    def clear(self, state: Any, row: int) -> None:
+        """Forget the row's committed pairs: a new prompt begins in its slot."""
+
+    @abstractmethod
     def extend(self, state: Any, features_BMF: Tensor, tokens_BM: Tensor, counts_B: Tensor, rows: slice) -> None:
         """Commit counts_B new (feature, token) pairs for the rows of `rows`; overwrites whatever drafting left in those slots."""
 

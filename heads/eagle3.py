@@ -27,6 +27,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftheads.heads.base import DraftBatch, DraftHead, Unrolled
+from draftheads.heads.vocab import draft_maps
 from draftheads.recipes.schema import Geometry, RecipeError, Section
 
 # Slots beyond max_len in the drafting cache, for drafted tokens; the very last one takes what padding writes and is never read.
@@ -67,10 +68,11 @@ class Eagle3Config(Section):
 
 def _taps(taps: tuple[int | str, ...] | None, layers: int) -> tuple[int | str, ...]:
     chosen: tuple[int | str, ...] = (2, layers // 2, layers - 3) if taps is None else taps
-    numbers = [t for t in chosen if t != "final"]
-    if not chosen or len(set(chosen)) != len(chosen) or any(not isinstance(t, int) or not 0 <= t < layers for t in numbers):
+    numbers = [t for t in chosen if isinstance(t, int)]
+    # Rising: engines sort the ids, so that another order would be another head there.
+    if not chosen or numbers != sorted(set(numbers)) or any(not 0 <= t < layers for t in numbers) or "final" in chosen[:-1]:
         what = f"the default taps 2, L//2, L-3 = {list(chosen)}" if taps is None else f"taps {list(chosen)}"
-        raise RecipeError(f"head.taps: {what} must be distinct and in 0 … {layers - 1} for a target of {layers} layers; "
+        raise RecipeError(f"head.taps: {what} must be distinct, rising and in 0 … {layers - 1} for a target of {layers} layers; "
                           "set head.taps, e.g. " + str(sorted({min(1, layers - 1), layers // 2, layers - 1})))
     return chosen
 
@@ -219,9 +221,11 @@ class Eagle3(DraftHead):
         if not config.freeze_lm_head:
             nn.init.constant_(self.lm_head.weight, float("nan"))
         self.register_buffer("embed_VD", _nan(V, H), persistent=False)
-        self.register_buffer("d2t", ids_U - torch.arange(len(ids_U)))
-        self.register_buffer("t2d", torch.zeros(V, dtype=torch.bool).index_fill_(0, ids_U, True))
-        self.rotary = _rotary(config, geometry)
+        d2t_U, t2d_V = draft_maps(ids_U, V)
+        self.register_buffer("d2t", d2t_U)
+        self.register_buffer("t2d", t2d_V)
+        # In a tuple, hence no submodule: .to(bfloat16) would round its frequencies.
+        self._rotary = (_rotary(config, geometry),)
         # DDP would send the borrowed tables from rank to rank in every step.
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
@@ -236,6 +240,7 @@ class Eagle3(DraftHead):
             if table.shape[1] != H or table.shape[0] < V and name == "lm_head":
                 raise RecipeError(f"the target's {name} is {tuple(table.shape)}, the head was built for ({V}, {H})")
         like = self.norm.weight
+        # The dtype stays the target's: a second embedding would be the head's largest tensor.
         self.embed_VD = embed_VD.detach().to(like.device)
         whole = len(self.d2t) == len(lm_head_VD)
         rows_UH = lm_head_VD.detach() if whole else lm_head_VD.detach()[self.target_ids_U().to(lm_head_VD.device)]
@@ -262,6 +267,11 @@ class Eagle3(DraftHead):
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embed_VD).to(self.norm.weight.dtype)
 
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B, T] → cos, sin [B, T, D]."""
+        cos, sin = self._rotary[0](self.norm.weight, positions)
+        return cos, sin
+
     def outputs(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """→ (what is fed back, what `logits` reads)."""
         normed = self.norm(out)
@@ -270,11 +280,33 @@ class Eagle3(DraftHead):
     def logits(self, states: Tensor) -> Tensor:
         return self.lm_head(states)
 
+    def engine_config(self) -> dict[str, Any]:
+        """config.json in the flat layout that vLLM, SGLang and TensorRT-LLM read. Both keys of the tap ids: top level counts like we do,
+        eagle_config counts layer outputs (one less)."""
+        c, g = self.config, self.geometry
+        rope = rope_parameters(g)
+        numbers = [t for t in self.taps if isinstance(t, int)]
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": c.hidden_size,
+            "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads,
+            "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim, "vocab_size": g.vocab_size, "draft_vocab_size": len(self.d2t),
+            "max_position_embeddings": c.max_positions, "rms_norm_eps": g.rms_norm_eps, "hidden_act": "silu",
+            # Never tied: a loader that ties would replace the draft's (U, H) lm_head by the embedding.
+            "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bias": False, "norm_before_residual": False,
+            "fc_norm": c.fc_norm, "norm_output": c.norm_output, "freeze_lm_head": c.freeze_lm_head,
+            "rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope, "rope_parameters": rope,
+            "num_aux_hidden_states": len(self.taps), "eagle_aux_hidden_state_layer_ids": numbers,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in numbers], "use_aux_hidden_state": True},
+            "torch_dtype": str(self.norm.weight.dtype).removeprefix("torch."),
+        }
+
     # ---- training
 
     def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:
         layer, attention = self.midlayer, self.midlayer.self_attn
-        T = batch.documents_BT.shape[1]
+        B, T = batch.documents_BT.shape
+        cos_JBTD, sin_JBTD = self.cos_sin(step_positions(batch.positions_BT, steps).flatten(0, 1))
+        cos_JBTD, sin_JBTD = cos_JBTD.view(steps, B, T, -1), sin_JBTD.view(steps, B, T, -1)
         mask_BTT = causal_mask(batch.documents_BT)
         g_BTH = self.fuse(batch.features_BTF)
         states: list[Tensor] = []
@@ -282,11 +314,10 @@ class Eagle3(DraftHead):
         values: list[Tensor] = []
         for j in range(steps):
             x_BTX = layer.inputs(self.embed(batch.tokens_BTJ[..., j]), g_BTH)
-            cos_BTD, sin_BTD = self.rotary(g_BTH, batch.positions_BT + j)
-            k_BKTD, v_BKTD = attention.key_value(x_BTX, (cos_BTD[:, None], sin_BTD[:, None]))
+            k_BKTD, v_BKTD = attention.key_value(x_BTX, (cos_JBTD[j, :, None], sin_JBTD[j, :, None]))
             keys.append(k_BKTD)
             values.append(v_BKTD)
-            q_BKQD = attention.query(x_BTX, (cos_BTD[:, None, None], sin_BTD[:, None, None]))
+            q_BKQD = attention.query(x_BTX, (cos_JBTD[j, :, None, None], sin_JBTD[j, :, None, None]))
             out_BTH = layer.finish(attention.output(attend_unrolled(q_BKQD, keys, values, mask_BTT), T), g_BTH)
             g_BTH, normed_BTH = self.outputs(out_BTH)
             states.append(normed_BTH)
@@ -301,7 +332,7 @@ class Eagle3(DraftHead):
         with torch.inference_mode(False), torch.no_grad():
             cache = torch.zeros(2, batch, c.num_kv_heads or 0, S, c.head_dim or 0, device=like.device, dtype=like.dtype)
             last = torch.zeros(2, batch, c.hidden_size or 0, device=like.device, dtype=like.dtype)
-            cos_1SD, sin_1SD = self.rotary(last, torch.arange(S, device=like.device)[None])
+            cos_1SD, sin_1SD = self.cos_sin(torch.arange(S, device=like.device)[None])
             return Eagle3State(cache[0], cache[1], last[0], last[1], (cos_1SD[0], sin_1SD[0]), [0] * batch)
 
     def clear(self, state: Eagle3State, row: int) -> None:
@@ -321,6 +352,8 @@ class Eagle3(DraftHead):
         """Keys and values of all new pairs; attention, MLP and norm only for each row's last one, whose output drafting starts from."""
         starts, counts = state.lengths[rows], counts_B.tolist()
         ends = [s + n for s, n in zip(starts, counts, strict=True)]
+        if not any(counts):
+            return
         if max(ends) > state.keys_BKSD.shape[2] - _SPARE:
             raise ValueError(f"{max(ends)} pairs do not fit a drafting cache of {state.keys_BKSD.shape[2] - _SPARE}")
         g_BMH = self.fuse(features_BMF)
@@ -390,6 +423,11 @@ class Eagle3(DraftHead):
         a_BKGD = attend_cached(q_BKGD, state.keys_BKSD[rows, :, :n], state.values_BKSD[rows, :, :n], mask_BS)
         fed_B1H, normed_B1H = self.outputs(self.midlayer.finish(self.midlayer.self_attn.output(a_BKGD, 1), g_B1H))
         return fed_B1H[:, 0], normed_B1H[:, 0]
+
+
+def step_positions(positions_BT: Tensor, steps: int) -> Tensor:
+    """RoPE positions [J, B, T]: slot t at step j holds the token of position t + j + 1, whose pair is at t + j."""
+    return positions_BT + torch.arange(steps, device=positions_BT.device)[:, None, None]
 
 
 def causal_mask(documents_BT: Tensor) -> Tensor:

@@ -1,0 +1,166 @@
+"""The checkpoint folder: config.json + model.safetensors + draftheads.json, written at once or not at all.
+
+draftheads.json (HeadMeta) says what the head belongs to: target and revision, chat template, geometry, taps, vocabulary map, recipe, data.
+Loading compares all of it: a mismatch is an error, never a low acceptance. config.json is the flat layout of the engines (no tying).
+Borrowed weights are not in the file: the target's embedding never, the lm_head only when the head trained its own
+(`freeze_lm_head: false`); exports fill them in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftheads.heads import build_head
+from draftheads.heads.base import DraftHead
+from draftheads.heads.vocab import vocab_hash
+from draftheads.recipes.files import atomic_folder, recover_folder
+from draftheads.recipes.schema import Geometry, RecipeError, validate
+
+FORMAT = 1
+META, WEIGHTS, CONFIG = "draftheads.json", "model.safetensors", "config.json"
+
+
+class HeadMeta(BaseModel):
+    """What the trainer knows; the second group is filled in by save_head from the head itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int = FORMAT
+    target: str = Field(description="name, Hub id or folder of the target")
+    revision: str | None = None
+    template_hash: str | None = None
+    recipe_hash: str | None = None
+    data_hash: str | None = None
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    extra: dict[str, Any] = Field(default_factory=dict, description="for tools; never read by load_head")
+
+    head: dict[str, Any] = Field(default_factory=dict, description="the recipe's head section, resolved")
+    geometry: Geometry | None = None
+    taps: tuple[int | str, ...] = ()
+    draft_vocab_hash: str | None = None
+
+
+def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -> None:
+    """Write the folder atomically. The same weights and meta give the same bytes."""
+    weights = {name: t.detach().cpu().contiguous() for name, t in head.state_dict().items()}
+    meta = meta.model_copy(
+        update={
+            "head": head.config.model_dump(mode="json"), "geometry": head.geometry, "taps": tuple(head.taps),
+            "draft_vocab_hash": vocab_hash(_ids(head.d2t)),
+        }
+    )
+    with atomic_folder(folder) as part:
+        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
+        (part / WEIGHTS).chmod(0o644)  # safetensors makes it private
+        (part / CONFIG).write_text(_json(head.engine_config()))  # type: ignore[operator]
+        (part / META).write_text(_json(meta.model_dump(mode="json")))
+
+
+def read_meta(folder: str | os.PathLike[str]) -> HeadMeta:
+    """Only draftheads.json: cheap, for commands that must first find the target. RecipeError when it is no checkpoint folder."""
+    folder = Path(folder)
+    recover_folder(folder)
+    raw = _read_json(folder / META)
+    if raw.get("format", FORMAT) > FORMAT:
+        raise RecipeError(f"{folder / META} has format {raw['format']}, this version reads up to {FORMAT}: upgrade draftheads")
+    meta: HeadMeta = validate(HeadMeta, raw, str(folder / META))
+    if meta.geometry is None:
+        raise RecipeError(f"{folder / META}: geometry is missing; write checkpoints with save_head")
+    return meta
+
+
+def load_head(
+    folder: str | os.PathLike[str], *, geometry: Geometry | None = None, template_hash: str | None = None
+) -> tuple[DraftHead, HeadMeta]:
+    """The head (borrowed weights still NaN: call `borrow`) and its meta.
+
+    geometry, template_hash: the loaded target's; RecipeError where the checkpoint was made for another. So does any tensor that is missing,
+    unknown, of another shape or dtype, or not finite, and a config.json that contradicts draftheads.json.
+    """
+    folder = Path(folder)
+    meta = read_meta(folder)
+    assert meta.geometry is not None
+    if geometry is not None:
+        check_geometry(meta.geometry, geometry, str(folder))
+    if template_hash is not None and meta.template_hash is not None and template_hash != meta.template_hash:
+        raise RecipeError(f"{folder} was trained with chat template {meta.template_hash}, the target's is {template_hash}: use the template it was trained with")
+    weights = _read_weights(folder / WEIGHTS)
+    if "d2t" not in weights or weights["d2t"].dtype != torch.int64 or weights["d2t"].dim() != 1:
+        raise RecipeError(f"{folder / WEIGHTS}: tensor d2t (int64, one dimension) is missing")
+    ids_U = _ids(weights["d2t"])
+    if meta.draft_vocab_hash is not None and vocab_hash(ids_U) != meta.draft_vocab_hash:
+        raise RecipeError(f"{folder}: the vocabulary map d2t does not have the hash {meta.draft_vocab_hash} of {META}: the files are from different runs")
+    try:
+        head = build_head(meta.head, meta.geometry, ids_U)
+    except RecipeError as error:
+        raise RecipeError(f"{folder}: {error}") from None
+    _check_weights(head.state_dict(), weights, folder / WEIGHTS)
+    head.load_state_dict(weights)
+    _check_config(head.engine_config(), _read_json(folder / CONFIG), folder / CONFIG)  # type: ignore[operator]
+    return head, meta
+
+
+def check_geometry(made_for: Geometry, target: Geometry, where: str) -> None:
+    """RecipeError that names every value in which the two differ."""
+    ours, theirs = made_for.model_dump(), target.model_dump()
+    different = [f"{k} {ours[k]} ≠ {theirs[k]}" for k in ours if ours[k] != theirs[k]]
+    if different:
+        raise RecipeError(f"{where} was made for another target: " + ", ".join(different))
+
+
+def _check_weights(expected: dict[str, Tensor], found: dict[str, Tensor], where: Path) -> None:
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or unknown:
+        parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)
+        raise RecipeError(f"{where}: tensors don't match the head section: {'; '.join(parts)}")
+    for name, tensor in found.items():
+        if tensor.shape != expected[name].shape:
+            raise RecipeError(f"{where}: {name} is {tuple(tensor.shape)}, the head section asks for {tuple(expected[name].shape)}")
+        if tensor.is_floating_point() != expected[name].is_floating_point() or (tensor.is_floating_point() and not tensor.isfinite().all()):
+            raise RecipeError(f"{where}: {name} ({tensor.dtype}) is not a finite tensor of the kind {expected[name].dtype}")
+    if not torch.equal(found["t2d"], expected["t2d"]):
+        raise RecipeError(f"{where}: t2d does not agree with d2t")
+
+
+def _check_config(expected: dict[str, Any], found: dict[str, Any], where: Path) -> None:
+    for key, value in json.loads(_json(expected)).items():
+        if key != "torch_dtype" and found.get(key) != value:
+            raise RecipeError(f"{where}: {key} is {found.get(key)!r}, {META} says {value!r}; neither may be edited alone")
+
+
+def _ids(d2t_U: Tensor) -> Tensor:
+    return d2t_U.cpu() + torch.arange(len(d2t_U))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"no {path.name} in {path.parent}: not a draftheads checkpoint folder") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path} must hold a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise RecipeError(f"no {path.name} in {path.parent}: not a draftheads checkpoint folder") from None
+    except (OSError, SafetensorError) as error:
+        raise RecipeError(f"cannot read {path}: {' '.join(str(error).split())}") from None
