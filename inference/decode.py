@@ -264,7 +264,7 @@ class _Loop:
         if not any(room_B):
             root_B = torch.tensor([row.tokens[-1] for row in self.rows], device=self.device)
             return DraftTree.chain(root_B, root_B[:, None][:, :0])
-        tree = self.drafter.propose(replace(self.plan, room_B=room_B), self.sampling, noise)
+        tree = self.drafter.propose(replace(self.plan, room_B=room_B), self.row_sampling, noise)
         if tree.width > self.spare:
             raise RecipeError(f"drafter {self.drafter.name} proposed {tree.width} nodes, but the cache has room for {self.spare}: lower gamma")
         return tree

@@ -21,11 +21,13 @@ from torch import Tensor
 from draftheads.heads.tree import DraftTree
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Sampling
+from draftheads.inference.sampling import RowSampling
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to draft in this round: gamma, the longest chain; `room_B` caps it per row (tokens that may still be written), or None."""
+    """How much to draft in this round: gamma, the longest chain; `room_B` caps it per row, or None: tokens that may
+    still be written beside the one that every round emits; 0 wants no drafts."""
 
     gamma: int = 4
     room_B: tuple[int, ...] | None = None
@@ -55,5 +57,6 @@ class Drafter(ABC):
         column i the feature that pairs with token i. Called on every drafter after every round, also on one that did not draft."""
 
     @abstractmethod
-    def propose(self, plan: Plan, sampling: Sampling, noise: Noise) -> DraftTree:
-        """A tree per active row, trimmed to the widest row; rows may be shorter (valid_BN). Root alone is a legal answer."""
+    def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:
+        """A tree per active row, trimmed to the widest row; rows may be shorter (valid_BN). Root alone is a legal answer.
+        `decode` passes a RowSampling (one temperature a row) and noise keyed to this round."""

@@ -15,6 +15,7 @@ from draftheads.heads.tree import DraftTree
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Sampling
+from draftheads.inference.sampling import RowSampling
 
 
 class Composite(Drafter):
@@ -44,7 +45,7 @@ class Composite(Drafter):
         self.first.observe(tokens_BM, counts_B, features_BMF if self.first.taps else None)
         self.second.observe(tokens_BM, counts_B, features_BMF if self.second.taps else None)
 
-    def propose(self, plan: Plan, sampling: Sampling, noise: Noise) -> DraftTree:
+    def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:
         one = self.first.propose(plan, sampling, noise)
         served = _served(one)
         one.source_B = _sources(one, served, self.first.name)

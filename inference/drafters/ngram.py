@@ -16,6 +16,7 @@ from draftheads.heads.tree import DraftTree
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Sampling
+from draftheads.inference.sampling import RowSampling
 from draftheads.recipes.schema import RecipeError
 
 
@@ -81,7 +82,7 @@ class NgramDrafter(Drafter):
         for b, (tokens, count) in enumerate(zip(tokens_BM.tolist(), counts_B.tolist(), strict=True)):
             self._row(b).extend(tokens[:count])
 
-    def propose(self, plan: Plan, sampling: Sampling, noise: Noise) -> DraftTree:
+    def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:
         B = len(noise.seeds_B)
         gamma = plan.gamma if self.gamma is None else self.gamma
         drafts = [self._row(b).draft(min(gamma, plan.room_B[b]) if plan.room_B is not None else gamma) for b in range(B)]
