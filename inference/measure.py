@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.tree import DraftTree
+from draftheads.inference import sources
 from draftheads.inference.decode import decode
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.drafters.none import NoDrafter
@@ -67,6 +68,17 @@ def timed_decode(
         start = time.perf_counter()
     order = {r.id: i for i, r in enumerate(requests)}
     return Timed(sorted(done, key=lambda c: order[c.request.id]), decode_s, prefill_s)
+
+
+def plain_model(target: Target, *, trust_remote_code: bool = False) -> Any:
+    """The target once more as transformers gives it: weights unpacked, its own attention, no defaults of generation_config but the plain
+    ones (a repetition penalty would make another model of it)."""
+    from transformers import GenerationConfig
+
+    model, _, _ = sources.load(sources.locate(target.name, target.revision), target.dtype, target.device, trust_remote_code, None)
+    model.requires_grad_(False)
+    model.generation_config = GenerationConfig()
+    return model
 
 
 def timed_generate(
@@ -194,7 +206,7 @@ def _one_pass(
     samples: CostSamples, target: Target, name: str, drafter: Drafter, gamma: int, block: Sequence[Request], limits: Limits, rounds: int
 ) -> None:
     seen = 0
-    for r in decode(target, drafter, block, Sampling(), limits, batch_size=len(block), plan=Plan(gamma=max(gamma, 1))):
+    for r in decode(target, drafter, block, Sampling(), limits, batch_size=len(block), plan=Plan(gamma=max(gamma, 1)), timed=True):
         if not r.width:
             continue
         seen += 1

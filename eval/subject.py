@@ -1,0 +1,174 @@
+"""What is evaluated: a checkpoint, the target it names, and prompts. Everything that can be wrong with them is found here, before long work.
+
+    --ckpt DIR (checkpoint folder, or run folder ─► ckpt/final) ─► draftheads.json + recipe ─► prompts ─► target ─► head ─► drafters
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftheads.data.conversations import Conversation, read_prompts
+from draftheads.data.template import encode, render
+from draftheads.heads.checkpoint import META, HeadMeta, load_head, read_meta
+from draftheads.inference.drafters.base import Drafter
+from draftheads.inference.drafters.composite import Composite
+from draftheads.inference.drafters.head import HeadDrafter
+from draftheads.inference.drafters.ngram import NgramDrafter
+from draftheads.inference.drafters.none import NoDrafter
+from draftheads.inference.requests import Request
+from draftheads.inference.target import Target
+from draftheads.recipes.files import sha256_file
+from draftheads.recipes.schema import EvalSection, NgramSection, Recipe, RecipeError, apply_override, read_yaml, validate
+
+
+@dataclass
+class Checkpoint:
+    """folder: of the weights; run: of the run it belongs to, if it lies in one; recipe: the stored one with the command's overrides."""
+
+    folder: Path
+    run: Path | None
+    meta: HeadMeta
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return self.run.name if self.run is not None else self.folder.name
+
+    def hashes(self) -> dict[str, str]:
+        return {p.name: sha256_file(p)[:16] for p in sorted(self.folder.iterdir()) if p.is_file()}
+
+
+def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: dict[str, Any] | None = None) -> Checkpoint:
+    """`options` are values for the recipe's `eval` section, `overrides` are --set items over the whole recipe; both beat what is stored."""
+    folder = find_folder(Path(path).expanduser())
+    meta = read_meta(folder)
+    run = next((p for p in (folder.parent.parent, folder.parent) if (p / "recipe.yaml").is_file()), None)
+    raw = _stored_recipe(folder, run, meta)
+    raw["target"] = {**(raw.get("target") or {}), "name": meta.target, "revision": meta.revision}
+    raw.setdefault("head", meta.head)
+    for item in overrides:
+        apply_override(raw, item)
+    raw["eval"] = {**(raw.get("eval") or {}), **(options or {})}
+    return Checkpoint(folder, run, meta, validate(Recipe, raw, f"recipe of {folder}"))
+
+
+def find_folder(path: Path) -> Path:
+    """The folder that holds draftheads.json: the given one, or ckpt/final, or the newest below ckpt/ of a run folder."""
+    for candidate in (path, path / "ckpt" / "final", path / "final"):
+        if (candidate / META).is_file():
+            return candidate
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], n=1)
+        raise RecipeError(f"no checkpoint at {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ": give a checkpoint or a run folder"))
+    if (path / "ckpt").is_dir():
+        raise RecipeError(f"{path} is a run folder without ckpt/final: its training has not ended; run the training command again, it resumes")
+    raise RecipeError(f"no {META} in {path}: give a checkpoint folder, or a run folder with ckpt/final")
+
+
+def _stored_recipe(folder: Path, run: Path | None, meta: HeadMeta) -> dict[str, Any]:
+    stored = meta.extra.get("recipe")
+    if isinstance(stored, dict):
+        return {k: v for k, v in stored.items()}
+    for place in (folder, run):
+        if place is not None and (place / "recipe.yaml").is_file():
+            return read_yaml(place / "recipe.yaml")
+    return {}
+
+
+# ---- prompts
+
+
+@dataclass
+class Prompt:
+    """One prompt, rendered. text: what the user wrote last, for the report."""
+
+    id: str
+    category: str
+    ids: tuple[int, ...]
+    text: str
+
+
+def read_conversations(section: EvalSection) -> tuple[list[Conversation], list[Conversation], dict[str, int]]:
+    """(those to evaluate, sorted by category; others of the same source, for calibration; counts of dropped records)."""
+    found, dropped = read_prompts(section.prompts, seed=section.seed, builtin="draftheads.eval.prompts")
+    known = sorted({c.category for c in found})
+    for wanted in section.categories or ():
+        if wanted not in known:
+            near = difflib.get_close_matches(wanted, known, n=1)
+            raise RecipeError(f"eval.categories: no prompt of category {wanted!r}; " + (f"did you mean {near[0]!r}?" if near else f"found: {', '.join(known)}"))
+    chosen, rest, taken = [], [], dict.fromkeys(known, 0)
+    for c in found:  # round-robin over categories already, in an order fixed by content and seed
+        fits = section.categories is None or c.category in section.categories
+        if fits and (section.per_category is None or taken[c.category] < section.per_category):
+            taken[c.category] += 1
+            chosen.append(c)
+        else:
+            rest.append(c)
+    return sorted(chosen, key=lambda c: c.category), rest, dropped
+
+
+def render_prompts(target: Target, conversations: Iterable[Conversation], room: int) -> list[Prompt]:
+    """Prompt ids up to the last user turn. RecipeError for one that leaves less than `room` tokens."""
+    prompts = []
+    for c in conversations:
+        messages = list(c.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if messages:
+            ids = render(target.tokenizer, messages, add_generation_prompt=True)
+        else:
+            ids = encode(target.tokenizer, c.text or "", special=True)
+        longest = target.geometry.max_positions - room
+        if len(ids) > longest:
+            raise RecipeError(f"prompt {c.id} has {len(ids)} tokens; {target.name} has {target.geometry.max_positions} positions and {room} are "
+                              f"needed for the answer: shorten it to {longest}, or lower eval.max_new_tokens")
+        prompts.append(Prompt(c.id, c.category, tuple(ids), messages[-1]["content"] if messages else c.text or ""))
+    return prompts
+
+
+def request(prompt: Prompt, seed: int) -> Request:
+    """The row's noise depends on the evaluation's seed and the prompt, not on its place in the list."""
+    import zlib
+
+    return Request(prompt.id, prompt.ids, seed=(seed << 32) | zlib.crc32(prompt.id.encode()))
+
+
+# ---- target and drafters
+
+
+def load_target(checkpoint: Checkpoint, *, device: str | None = None) -> Target:
+    section = checkpoint.recipe.target
+    return Target.load(
+        section.name, revision=section.revision, dtype=section.dtype, device=device, trust_remote_code=section.trust_remote_code,
+        chat_template=section.chat_template, geometry=section.geometry,
+    )
+
+
+def load_drafters(checkpoint: Checkpoint, target: Target, names: Sequence[str], ngram: NgramSection) -> dict[str, Drafter]:
+    """The named drafters, ready for decode(); head and composite share one head (only one of them decodes at a time)."""
+    head: HeadDrafter | None = None
+    if "head" in names or "composite" in names:
+        module, _ = load_head(checkpoint.folder, geometry=target.geometry, template_hash=target.template_hash)
+        head = HeadDrafter(module, target)
+    found: dict[str, Drafter] = {}
+    for name in dict.fromkeys(names):
+        if name == "none":
+            found[name] = NoDrafter()
+        elif name == "ngram":
+            found[name] = NgramDrafter(ngram.min_match, ngram.max_match)
+        elif head is not None:
+            found[name] = head if name == "head" else Composite(NgramDrafter(ngram.min_match, ngram.max_match), head)
+    return found
+
+
+def set_gamma(drafter: Drafter, gamma: dict[str, int]) -> int:
+    """Set the drafter's own draft lengths, and return what Plan.gamma must be: the head's (or the n-gram's, if there is no head)."""
+    if isinstance(drafter, NgramDrafter):
+        drafter.gamma = gamma.get("ngram")
+    if isinstance(drafter, Composite) and isinstance(drafter.first, NgramDrafter):
+        drafter.first.gamma = gamma.get("ngram")
+    return gamma.get("head", gamma.get("ngram", 1))
