@@ -92,13 +92,14 @@ def load_head(
     if geometry is not None:
         check_geometry(meta.geometry, geometry, str(folder))
     if template_hash is not None and meta.template_hash is not None and template_hash != meta.template_hash:
-        raise RecipeError(f"{folder} was trained with chat template {meta.template_hash}, the target's is {template_hash}: use the template it was trained with")
+        raise RecipeError(f"{folder} was trained with chat template {meta.template_hash}, the target's is {template_hash}: "
+                          "use the template it was trained with")
     weights = _read_weights(folder / WEIGHTS)
     if "d2t" not in weights or weights["d2t"].dtype != torch.int64 or weights["d2t"].dim() != 1:
         raise RecipeError(f"{folder / WEIGHTS}: tensor d2t (int64, one dimension) is missing")
     ids_U = _ids(weights["d2t"])
     if meta.draft_vocab_hash is not None and vocab_hash(ids_U) != meta.draft_vocab_hash:
-        raise RecipeError(f"{folder}: the vocabulary map d2t does not have the hash {meta.draft_vocab_hash} of {META}: the files are from different runs")
+        raise RecipeError(f"{folder}: the vocabulary map d2t has not the hash {meta.draft_vocab_hash} of {META}: the files are from different runs")
     try:
         head = build_head(meta.head, meta.geometry, ids_U)
     except RecipeError as error:

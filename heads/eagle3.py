@@ -450,11 +450,11 @@ def _rotary(config: Eagle3Config, geometry: Geometry) -> Any:
     """transformers' own rotary, so that llama3, yarn and the other scalings are the target's."""
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
+    # One head as wide as the model: only head_dim counts here, and LlamaConfig refuses a hidden size that is no multiple of the heads.
+    D = config.head_dim
     return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=config.hidden_size, num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim, max_position_embeddings=geometry.max_positions, rope_parameters=rope_parameters(geometry),
-        )
+        LlamaConfig(hidden_size=D, num_attention_heads=1, num_key_value_heads=1, head_dim=D, max_position_embeddings=geometry.max_positions,
+                    rope_parameters=rope_parameters(geometry))
     )
 
 
