@@ -1,0 +1,185 @@
+"""One shard: the target answers every turn of some conversations, on its own earlier replies. In: Conversations. Out: Rows, token-exact.
+
+    turn 1 of all ─► decode ─► replies ─► turn 2 of those that have one ─► decode ─► …
+
+Each answered turn is a row of its own: the prompt's ids as they were sent, then the ids as they were produced. Nothing is re-tokenised on
+the way to training. Existing assistant turns are replaced. A row's temperature and seed depend on its id only, so neither does its
+answer depend on what else is in the shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from draftheads.data import template
+from draftheads.data.conversations import Conversation, Message
+from draftheads.data.features import Row, row_seed
+from draftheads.inference.decode import decode
+from draftheads.inference.drafters.none import NoDrafter
+from draftheads.inference.metrics import loop_start
+from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
+from draftheads.inference.target import Target
+from draftheads.recipes.schema import DataSection, RecipeError
+
+Taps = tuple[int | str, ...]
+
+
+@dataclass
+class Regenerated:
+    """rows for training; failed: {"id", "reason", …} of turns without an answer; dropped: conversations left out, by reason."""
+
+    rows: list[Row] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Talk:
+    """A conversation under way. history: what the target is sent next; waiting: the user turns after that."""
+
+    conversation: Conversation
+    history: list[Message]
+    waiting: list[Message]
+    turn: int = 1
+
+
+def regenerate(
+    target: Target, conversations: Sequence[Conversation], data: DataSection, taps: Taps | None, on_round: Callable[[Round], None] = lambda _: None
+) -> Regenerated:
+    """Answer every turn. taps: capture these states (None: no states)."""
+    result = Regenerated()
+    rows: dict[str, list[Row]] = {c.id: [] for c in conversations}
+    talks = [_begin(c) for c in conversations]
+    while talks:
+        talks = _wave(target, talks, data, taps, on_round, result, rows)
+    result.rows = [row for c in conversations for row in rows[c.id]]
+    return result
+
+
+def turns(conversation: Conversation) -> int:
+    """How many answers this conversation asks for."""
+    return max(1, sum(m["role"] == "user" for m in conversation.messages))
+
+
+def prompt_ids(tokenizer: Any, conversation: Conversation, history: Sequence[Message]) -> list[int]:
+    """What the target is sent: the rendered history, or a plain text as it is (with the tokenizer's own BOS)."""
+    if conversation.text is not None:
+        return template.encode(tokenizer, conversation.text, special=True)
+    return template.render(tokenizer, history, add_generation_prompt=True)
+
+
+def first_prompt_ids(tokenizer: Any, conversation: Conversation) -> list[int]:
+    return prompt_ids(tokenizer, conversation, _begin(conversation).history)
+
+
+def prompt_room(target: Target, data: DataSection) -> int:
+    """The longest prompt that still leaves room for a whole answer. RecipeError where there is none."""
+    room = min(data.max_prompt_tokens, target.geometry.max_positions - data.max_new_tokens)
+    if room < 1:
+        raise RecipeError(f"data.max_new_tokens {data.max_new_tokens} leaves no room for a prompt in the {target.geometry.max_positions} "
+                          f"positions of {target.name}; lower it")
+    return room
+
+
+def pick_temperature(temperature: float | list[float], seed: int, row_id: str) -> float:
+    """The row's own of a mix, by hash: one temperature for a whole run would be no mix."""
+    if not isinstance(temperature, list):
+        return temperature
+    digest = hashlib.sha256(f"temperature:{seed}:{row_id}".encode()).digest()
+    return temperature[int.from_bytes(digest[:8], "big") % len(temperature)]
+
+
+def _begin(conversation: Conversation) -> _Talk:
+    users = [m for m in conversation.messages if m["role"] == "user"]
+    system = [m for m in conversation.messages if m["role"] == "system"]
+    return _Talk(conversation, system + users[:1], users[1:])
+
+
+def _row_id(talk: _Talk) -> str:
+    return talk.conversation.id if turns(talk.conversation) == 1 else f"{talk.conversation.id}@{talk.turn}"
+
+
+def _wave(target: Target, talks: list[_Talk], data: DataSection, taps: Taps | None, on_round: Callable[[Round], None], result: Regenerated,
+          rows: dict[str, list[Row]]) -> list[_Talk]:
+    """Answer the next turn of each; returns the conversations that go on."""
+    requests, by_id = _requests(target, talks, data, result)
+    if not requests:
+        return []
+    sampling = Sampling(top_k=data.top_k, top_p=data.top_p)
+    longest = max(len(r.prompt_ids) for r in requests)
+    limits = Limits(max_new_tokens=data.max_new_tokens, max_len=longest + data.max_new_tokens)
+    batch_size = min(data.batch_size, len(requests))
+    going_on = []
+    try:
+        for round in decode(target, NoDrafter(), requests, sampling, limits, batch_size=batch_size, capture_taps=taps):
+            on_round(round)
+            for completion in round.finished:
+                talk = by_id[completion.request.id]
+                row = _row(target, completion, talk, data, result)
+                if row is None:
+                    continue
+                rows[talk.conversation.id].append(row)
+                if talk.waiting:
+                    going_on.append(_next(talk, row.extra["answer"]))
+    except torch.OutOfMemoryError:
+        raise RecipeError(f"out of memory on {target.device} while answering {batch_size} prompts at once; lower data.batch_size") from None
+    return sorted(going_on, key=lambda t: t.conversation.id)
+
+
+def _requests(target: Target, talks: list[_Talk], data: DataSection, result: Regenerated) -> tuple[list[Request], dict[str, _Talk]]:
+    """Longest prompts first: prompts of like lengths are prefilled together, and the last to finish are short ones."""
+    room = prompt_room(target, data)
+    requests, by_id = [], {}
+    for talk in talks:
+        ids = prompt_ids(target.tokenizer, talk.conversation, talk.history)
+        if len(ids) > room:
+            later = "" if talk.turn == 1 else "later turn's "
+            result.dropped[f"{later}prompt longer than {room} tokens"] += 1
+            continue
+        row_id = _row_id(talk)
+        by_id[row_id] = talk
+        requests.append(Request(row_id, tuple(ids), seed=row_seed(data.seed, row_id),
+                                temperature=pick_temperature(data.temperature, data.seed, row_id)))
+    return sorted(requests, key=lambda r: (-len(r.prompt_ids), r.id)), by_id
+
+
+def _row(target: Target, completion: Completion, talk: _Talk, data: DataSection, result: Regenerated) -> Row | None:
+    """The training row of a finished answer, cut where a loop begins; None (and a line in `failed`) where there is no answer."""
+    request, tokens, reason = completion.request, completion.tokens, completion.finish_reason
+    cut = loop_start(tokens) if data.drop_loops and reason != "error" else None
+    if cut is not None:
+        tokens, reason = tokens[:cut], "loop"
+    answer = _answer_text(target, tokens)
+    if reason == "error" or not answer.strip():
+        why = "error" if reason == "error" else "empty answer"
+        result.failed.append({"id": request.id, "reason": why, "finish_reason": completion.finish_reason, "error": completion.error,
+                              "tokens": completion.tokens, "seed": request.seed, "temperature": request.temperature,
+                              "messages": talk.history, "text": talk.conversation.text})
+        return None
+    P, L = len(request.prompt_ids), len(request.prompt_ids) + len(tokens)
+    states = completion.captured
+    conversation = talk.conversation
+    extra = {"conversation": conversation.id, "turn": talk.turn, "source": conversation.source, "answer": answer}
+    extra |= {"text": conversation.text} if conversation.text is not None else {"messages": talk.history}
+    return Row(
+        request.id, conversation.category, torch.tensor([*request.prompt_ids, *tokens]), torch.arange(L) >= P, reason,
+        float(request.temperature or 0), request.seed,
+        None if states is None else states.features_TF[: L - 1], None if states is None else states.final_TD[: L - 1],
+        None if states is None else states.lse_T[: L - 1], extra,
+    )
+
+
+def _answer_text(target: Target, tokens: Sequence[int]) -> str:
+    kept = list(tokens[:-1] if tokens and tokens[-1] in target.eos_ids else tokens)
+    return str(target.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _next(talk: _Talk, answer: str) -> _Talk:
+    history = [*talk.history, {"role": "assistant", "content": answer}, talk.waiting[0]]
+    return _Talk(talk.conversation, history, talk.waiting[1:], talk.turn + 1)
