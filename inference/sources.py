@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,19 @@ class Source:
     path: str
     revision: str | None = None
     local: bool = True
+    gguf: Path | None = None  # what `path` was converted from
 
 
 def locate(name: str, revision: str | None = None) -> Source:
     """Resolve a target's name. GGUF files are converted here (once)."""
     if name in NAMED:
-        return Source(name, str(converted(_packaged_gguf(name), name)))
+        gguf = _packaged_gguf(name)
+        return Source(name, str(converted(gguf, name)), gguf=gguf)
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
             raise RecipeError(f"no GGUF file at {path}: check target.name")
-        return Source(name, str(converted(path, name)))
+        return Source(name, str(converted(path, name)), gguf=path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise RecipeError(f"{path} has no config.json, so it is not a Hugging Face model folder: check target.name")
@@ -62,6 +65,26 @@ def load(
     source: Source, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, geometry: Geometry | None
 ) -> tuple[Any, Any, str | None]:
     """-> model (eval, on the device), tokenizer, the commit of a Hub model. The config is judged before any weight is read."""
+    try:
+        return _load(source, dtype, device, trust_remote_code, geometry)
+    except _Unreadable as error:
+        if source.gguf is None:
+            raise RecipeError(str(error)) from error
+    # The kept conversion is damaged in a way its sizes don't show: once more, from the GGUF file.
+    converted(source.gguf, source.name, anew=True)
+    try:
+        return _load(source, dtype, device, trust_remote_code, geometry)
+    except _Unreadable as error:
+        raise RecipeError(str(error)) from error
+
+
+class _Unreadable(Exception):
+    pass
+
+
+def _load(
+    source: Source, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, geometry: Geometry | None
+) -> tuple[Any, Any, str | None]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -81,8 +104,8 @@ def load(
             model = AutoModelForCausalLM.from_pretrained(source.path, config=config, dtype=dtype, **place, **common)
         except RecipeError:
             raise
-        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-            raise RecipeError(f"cannot load the target {source.name}: {_one_line(error)}; {_cure(source)}") from error
+        except Exception as error:  # safetensors', tokenizers' and remote code's errors have no common base
+            raise _Unreadable(f"cannot load the target {source.name}: {_one_line(error)}; {_cure(source)}") from error
     return model.eval(), tokenizer, getattr(config, "_commit_hash", None) or source.revision
 
 
@@ -214,7 +237,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftheads"
 
 
-def converted(gguf: Path, name: str) -> Path:
+def converted(gguf: Path, name: str, anew: bool = False) -> Path:
     """The float32 Hugging Face folder made from a GGUF file; made now if it is missing or damaged. Safe among concurrent starts."""
     from filelock import FileLock
 
@@ -225,7 +248,7 @@ def converted(gguf: Path, name: str) -> Path:
         with lock:
             if not _intact(goal):
                 recover_folder(goal)
-            if not _intact(goal):
+            if anew or not _intact(goal):
                 with atomic_folder(goal) as part:
                     _convert(gguf, part, name)
     except PermissionError as error:
@@ -255,7 +278,7 @@ def _convert(gguf: Path, goal: Path, name: str) -> None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(**where)
             loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        except Exception as error:  # whatever the reader meets in a file that is not what it says
             raise RecipeError(f"cannot read the GGUF file {gguf}: {_one_line(error)}") from error
         # transformers refuses to save a model that it believes quantised, so the weights move to a fresh one.
         config = type(loaded.config).from_dict({k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
@@ -266,7 +289,12 @@ def _convert(gguf: Path, goal: Path, name: str) -> None:
         model.generation_config = loaded.generation_config
         model.save_pretrained(goal)
         tokenizer.save_pretrained(goal)
-    write_json(goal / STAMP, {"gguf": gguf.name, "files": {item.name: item.stat().st_size for item in sorted(goal.iterdir())}})
+    stamp(goal, gguf)
+
+
+def stamp(folder: Path, gguf: Path) -> None:
+    """Written last: sizes of the files, by which a damaged conversion is noticed."""
+    write_json(folder / STAMP, {"gguf": gguf.name, "files": {item.name: item.stat().st_size for item in sorted(folder.iterdir())}})
 
 
 # --- small things --------------------------------------------------------------------------------------------------------------------------
@@ -274,14 +302,16 @@ def _convert(gguf: Path, goal: Path, name: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and no chatter from transformers while loading; what was set before is restored."""
+    """No bars and no chatter from transformers while loading; what was set before is restored. Errors are raised, not printed, so stderr
+    is dropped too: the GGUF reader's own bar knows no switch."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:

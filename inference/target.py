@@ -58,8 +58,7 @@ class Target:
         self._shape_logits = _self_check(self)
         self.packed = packed
         if packed:
-            pack_linears(model)
-            self.lm_head = model.get_output_embeddings()
+            self._pack()
 
     @classmethod
     def load(
@@ -94,6 +93,16 @@ class Target:
         if chat_template is not None:
             sources.set_chat_template(tokenizer, chat_template, name)
         return cls(model, tokenizer, name, None, packed)
+
+    def _pack(self) -> None:
+        probe_1T = torch.arange(4, device=self.device)[None] % self.lm_head_VD.shape[0]
+        row = slice(0, 1)
+        expected_1TV = self.logits(self.extend(self.new_cache(1, 8), row, probe_1T)[0])
+        pack_linears(self.model, lambda: self.extend(self.new_cache(1, 8), row, probe_1T))
+        self.lm_head = self.model.get_output_embeddings()
+        off = (self.logits(self.extend(self.new_cache(1, 8), row, probe_1T)[0]) - expected_1TV).abs().max()
+        if not off <= 1e-3 * expected_1TV.abs().max():
+            raise RecipeError(f"{self.name}: packed weights change the logits by {off:.1e}: load it with packed=False")
 
     def new_cache(self, batch: int, max_len: int) -> SlotCache:
         return SlotCache(batch, max_len, self.device)
