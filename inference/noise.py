@@ -45,17 +45,20 @@ class Noise:
 
     def _keys(self, positions_BN: Tensor, purpose: int) -> tuple[Tensor, Tensor]:
         """Two independent int32 [B,N] keys of (seed, round, position, purpose)."""
-        seed_B1 = self.seeds_B.to(torch.int64)[:, None]
-        key = _mix64(seed_B1 & _MASK, 0x243F6A88) ^ _mix64((seed_B1 >> 32) & _MASK, 0x85A308D3)
-        if self.rounds_B is not None and purpose in (DRAFT, ACCEPT):
-            key = _mix64(key ^ self.rounds_B[:, None], 0x13198A2E)
-        low_BN = _mix64(_mix64(key ^ positions_BN, 0x03707344 + purpose), 0xA4093822)
-        return low_BN.to(torch.int32), _mix64(low_BN, 0x299F31D0).to(torch.int32)
+        rounds_B = self.rounds_B if self.rounds_B is not None and purpose in (DRAFT, ACCEPT) else torch.zeros_like(self.seeds_B)
+        lanes = []
+        for start in (0x243F6A88, 0x85A308D3):
+            key = torch.full_like(self.seeds_B[:, None], start)
+            # One after another, mixed in between: two parts that merely added up would let position + 1 stand in for purpose + 1.
+            for part in (self.seeds_B[:, None], rounds_B[:, None], torch.full_like(key, purpose), positions_BN):
+                key = _absorb(_absorb(key, part & _MASK), (part >> 32) & _MASK)
+            lanes.append(key.to(torch.int32))
+        return lanes[0], lanes[1]
 
 
-def _mix64(x: Tensor, salt: int) -> Tensor:
-    """A 32-bit finaliser computed in int64 (products wrap, the mask keeps the low half): good diffusion, a bijection of the low 32 bits."""
-    x = (x + salt) & _MASK
+def _absorb(key: Tensor, part: Tensor) -> Tensor:
+    """A 32-bit finaliser computed in int64 (products wrap, the mask keeps the low half): for a given part a bijection of the low 32 bits."""
+    x = ((key ^ part) + 0x9E3779B9) & _MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
