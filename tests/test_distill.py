@@ -20,6 +20,7 @@ from draftheads.data import regenerate as regenerating
 from draftheads.data.distill import distill
 from draftheads.data.features import RowStore
 from draftheads.data.regenerate import pick_temperature
+from draftheads.data.show_mask import masked_rows, print_masks
 from draftheads.data.template import render
 from draftheads.inference.requests import Captured, Completion, Round
 from draftheads.inference.target import Target
@@ -377,3 +378,26 @@ def test_progress_says_rows_speed_and_eta_in_plain_lines(tmp_path, target, monke
     assert "ETA" in err
     assert "shard 3/3" in err
     assert "10 prompts, 10 rows" in err
+
+
+# --- show-mask ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_show_mask_reads_back_what_training_will_read(tmp_path, capsys):
+    tiny.save(tmp_path / "model")
+    talk = {"id": "t", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello you"}]}
+    recipe = recipe_of(tmp_path, [talk, *prompts(3)], name=str(tmp_path / "model"), features="online")
+    print_masks(masked_rows(recipe, 2))
+    out = capsys.readouterr().out
+    assert "[[hello you<|im_end|>]]" in out
+    assert "hi<|im_end|>\n" in out
+    store = distill(recipe, progress=False)
+    found = masked_rows(recipe, 2)
+    assert [r["id"] for r in found["rows"]] == [store[0].id, store[1].id]
+    assert (found["supervised"], found["total"]) == (store.counts["answer_tokens"], store.counts["tokens"])
+    print_masks(found)
+    out = capsys.readouterr().out
+    assert out.count("[[") == 2
+    assert f"finish: {store.counts['finish']['length']} × length" in out
+    with pytest.raises(RecipeError, match="run specdec distill first"):
+        masked_rows(recipe_of(tmp_path / "b", name=str(tmp_path / "model")), 1)
