@@ -30,10 +30,11 @@ from draftheads.eval.cost_model import Costs, choose_gamma, predict
 from draftheads.eval.lossless import IDENTICAL, Divergence, compare, target_logits
 from draftheads.eval.progress import Progress
 from draftheads.eval.records import TRANSFORMERS, Block, Journal, timed_from_json, timed_to_json
-from draftheads.eval.summary import Evidence, build_report
 from draftheads.eval.subject import Checkpoint, Prompt, set_gamma
+from draftheads.eval.summary import Evidence, build_report
 from draftheads.inference import measure, metrics
 from draftheads.inference.drafters.base import Drafter, Plan
+from draftheads.inference.drafters.composite import Composite
 from draftheads.inference.measure import Timed
 from draftheads.inference.requests import Completion, Limits, Sampling
 from draftheads.inference.target import Target
@@ -152,7 +153,9 @@ def _costs(work: Evaluation, journal: Journal) -> dict[str, Any]:
         return done[0]
     drafting = {n: d for n, d in work.drafters.items() if n in ("ngram", "head")}
     if "composite" in work.drafters:
-        drafting |= {"ngram": drafting.get("ngram", work.drafters["composite"].first), "head": drafting.get("head", work.drafters["composite"].second)}  # type: ignore[attr-defined]
+        both = work.drafters["composite"]
+        assert isinstance(both, Composite)
+        drafting = {"ngram": both.first, "head": both.second} | drafting
     found: dict[str, Any] = {"costs": None, "gamma": {}, "gamma_chosen": "given", "predicted": {}, "table": {}}
     if not drafting:
         journal.append("costs", found)

@@ -13,7 +13,8 @@ from typing import Any
 
 from draftheads.data.conversations import Conversation, read_prompts
 from draftheads.data.template import encode, render
-from draftheads.heads.checkpoint import META, HeadMeta, load_head, read_meta
+from draftheads.eval.checkpoints import find_folder, run_folder
+from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta
 from draftheads.inference.drafters.base import Drafter
 from draftheads.inference.drafters.composite import Composite
 from draftheads.inference.drafters.head import HeadDrafter
@@ -46,7 +47,7 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
     """`options` are values for the recipe's `eval` section, `overrides` are --set items over the whole recipe; both beat what is stored."""
     folder = find_folder(Path(path).expanduser())
     meta = read_meta(folder)
-    run = next((p for p in (folder.parent.parent, folder.parent) if (p / "recipe.yaml").is_file()), None)
+    run = run_folder(folder)
     raw = _stored_recipe(folder, run, meta)
     raw["target"] = {**(raw.get("target") or {}), "name": meta.target, "revision": meta.revision}
     raw.setdefault("head", meta.head)
@@ -56,23 +57,10 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
     return Checkpoint(folder, run, meta, validate(Recipe, raw, f"recipe of {folder}"))
 
 
-def find_folder(path: Path) -> Path:
-    """The folder that holds draftheads.json: the given one, or ckpt/final, or the newest below ckpt/ of a run folder."""
-    for candidate in (path, path / "ckpt" / "final", path / "final"):
-        if (candidate / META).is_file():
-            return candidate
-    if not path.exists():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], n=1)
-        raise RecipeError(f"no checkpoint at {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ": give a checkpoint or a run folder"))
-    if (path / "ckpt").is_dir():
-        raise RecipeError(f"{path} is a run folder without ckpt/final: its training has not ended; run the training command again, it resumes")
-    raise RecipeError(f"no {META} in {path}: give a checkpoint folder, or a run folder with ckpt/final")
-
-
 def _stored_recipe(folder: Path, run: Path | None, meta: HeadMeta) -> dict[str, Any]:
     stored = meta.extra.get("recipe")
     if isinstance(stored, dict):
-        return {k: v for k, v in stored.items()}
+        return dict(stored)
     for place in (folder, run):
         if place is not None and (place / "recipe.yaml").is_file():
             return read_yaml(place / "recipe.yaml")
@@ -99,7 +87,8 @@ def read_conversations(section: EvalSection) -> tuple[list[Conversation], list[C
     for wanted in section.categories or ():
         if wanted not in known:
             near = difflib.get_close_matches(wanted, known, n=1)
-            raise RecipeError(f"eval.categories: no prompt of category {wanted!r}; " + (f"did you mean {near[0]!r}?" if near else f"found: {', '.join(known)}"))
+            cure = f"did you mean {near[0]!r}?" if near else f"found: {', '.join(known)}"
+            raise RecipeError(f"eval.categories: no prompt of category {wanted!r}; {cure}")
     chosen, rest, taken = [], [], dict.fromkeys(known, 0)
     for c in found:  # round-robin over categories already, in an order fixed by content and seed
         fits = section.categories is None or c.category in section.categories

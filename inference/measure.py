@@ -30,6 +30,7 @@ from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
+from draftheads.inference.sampling import RowSampling
 from draftheads.inference.target import Target
 
 
@@ -157,7 +158,7 @@ class Filler(NoDrafter):
 
     name = "filler"
 
-    def propose(self, plan: Plan, sampling: Sampling, noise: Noise) -> DraftTree:
+    def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:
         root_B = super().propose(plan, sampling, noise).tokens_BN[:, 0]
         tree = DraftTree.chain(root_B, root_B[:, None].expand(-1, min(plan.gamma, *plan.room_B) if plan.room_B else plan.gamma))
         tree.source_B = [self.name] * len(root_B)

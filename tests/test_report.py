@@ -47,8 +47,8 @@ def block(index: int, category: str, *, speed: float = 2.0, verdict: str = "iden
 
 
 def evidence(blocks: list[Block], **changes) -> Evidence:
-    return Evidence(blocks, ["none", "ngram", "head", "composite"], {"ngram": {"ngram": 4}, "head": {"head": 4}, "composite": {"ngram": 4, "head": 4}},
-                    4, SETTING, costs=Costs(1.0, (1.0, 1.1, 1.2, 1.3, 1.4), {"head": 0.1}, {"head": 0.05}), bootstrap=200, **changes)
+    gamma = {"ngram": {"ngram": 4}, "head": {"head": 4}, "composite": {"ngram": 4, "head": 4}}
+    return Evidence(blocks, ["none", "ngram", "head", "composite"], gamma, 4, SETTING, costs=Costs(1.0, (1.0, 1.1, 1.2, 1.3, 1.4), {"head": 0.1}, {"head": 0.05}), bootstrap=200, **changes)
 
 
 def report(blocks: list[Block], trace: list | None = None, **changes) -> dict:
@@ -165,9 +165,9 @@ def test_page_is_one_file_without_scripts_and_escapes_what_the_model_wrote():
 
 
 def test_trace_colours_say_who_drafted():
-    trace = [{"id": "a", "category": "c", "prompt": "p", "drafter": "composite", "tau": 2.0, "finish_reason": "eos", "rounds": [
-        {"source": "ngram", "drafted": 3, "accepted": 2, "pieces": ["A", "B", "C"]}, {"source": "head", "drafted": 2, "accepted": 1, "pieces": ["D", "E"]},
-        {"source": "none", "drafted": 0, "accepted": 0, "pieces": ["F"]}]}]
+    rounds = [{"source": "ngram", "drafted": 3, "accepted": 2, "pieces": ["A", "B", "C"]},
+              {"source": "head", "drafted": 2, "accepted": 1, "pieces": ["D", "E"]}, {"source": "none", "drafted": 0, "accepted": 0, "pieces": ["F"]}]
+    trace = [{"id": "a", "category": "c", "prompt": "p", "drafter": "composite", "tau": 2.0, "finish_reason": "eos", "rounds": rounds}]
     page = render_html(report(BLOCKS, trace=trace))
     spans = re.findall(r'<span class="(ngram|head|new)">([A-F])</span>', page)
     assert spans == [("ngram", "A"), ("ngram", "B"), ("new", "C"), ("head", "D"), ("new", "E"), ("new", "F")]

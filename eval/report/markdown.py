@@ -14,7 +14,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     parts = [
         f"# Evaluation of {_cell(p['checkpoint'].get('name', 'a draft head'))} on {_cell(p['target'].get('name', '?'))}",
         report["verdict"],
-        f"{s['prompts']} prompts, temperature {s['temperature']:g}, batch size {s['batch_size']}, {s['device']}, {s['dtype']}, {p['threads']} threads.",
+        f"{s['prompts']} prompts, temperature {s['temperature']:g}, batch size {s['batch_size']}, {s['device']}, {s['dtype']}, "
+        f"{p['threads']} threads.",
         _table(COLUMNS, main_rows(report)),
         "## By category", _table(category_columns(report), category_rows(report)),
         "## Advice", "\n".join(f"- **{_cell(c)}**: {a['use']}. {a['why']}." for c, a in report["advice"].items()),
@@ -36,7 +37,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     for name, z in report["losslessness"]["z"].items():
         parts.append(f"z-score of {name}: {figure(z)}.")
     for d in report["losslessness"]["divergences"]:
-        parts.append(f"- {_cell(d['id'])}, {d['pair']}: {d['verdict']} at token {d['position']}, gap {figure(d['gap'], 6)} (bound {figure(d['bound'], 6)})")
+        size = f"gap {figure(d['gap'], 6)} (bound {figure(d['bound'], 6)})"
+        parts.append(f"- {_cell(d['id'])}, {d['pair']}: {d['verdict']} at token {d['position']}, {size}")
     parts += ["## Definitions", "\n".join(f"- **{k}**: {v}" for k, v in report["definitions"].items())]
     parts += ["## Provenance", "\n".join(f"- {k}: {_flat(v)}" for k, v in p.items())]
     return "\n\n".join(parts) + "\n"

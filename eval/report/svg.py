@@ -42,8 +42,9 @@ def intervals(title: str, rows: Sequence[tuple[str, Sequence[Point]]], *, refere
             tip = f"{label}, {p.series}: {p.value:.2f}{unit}"
             if p.low is not None and p.high is not None:
                 tip += f" ({p.low:.2f} to {p.high:.2f})"
-                body.append(f'<line class="s-{_css(p.series)} whisker" x1="{x(p.low):.1f}" x2="{x(p.high):.1f}" y1="{middle:.1f}" y2="{middle:.1f}"/>')
-            body.append(f'<circle class="s-{_css(p.series)} dot" cx="{x(p.value or 0):.1f}" cy="{middle:.1f}" r="4"><title>{escape(tip)}</title></circle>')
+                body.append(f'<line class="s-{_css(p.series)} whisker" x1="{x(p.low):.1f}" x2="{x(p.high):.1f}" y1="{middle}" y2="{middle}"/>')
+            dot = f'<circle class="s-{_css(p.series)} dot" cx="{x(p.value or 0):.1f}" cy="{middle}" r="4">'
+            body.append(f"{dot}<title>{escape(tip)}</title></circle>")
         y += height + 9
     return _frame(title, body, ticks, x, y, reference, unit)
 

@@ -1,0 +1,301 @@
+"""The two commands, `specdec` and `specdec-eval`. Only typer is imported here: torch and transformers wait until a command runs.
+
+Exit codes: 0 well, 1 the evaluation found a fault (or a bug of ours: its traceback is in a file whose path is printed), 2 bad input, one
+line that says what to mend, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftheads.eval.checkpoints import find_folder
+from draftheads.recipes.schema import RecipeError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    help="Train, measure and use draft heads for speculative decoding.\n\n"
+    "A run, in order: `specdec plan` → `distill` → `show-mask` → `train` → `eval` → `generate`. Each command takes the same recipe; "
+    "a command that was stopped goes on where it was when you run it again.",
+)
+eval_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+RecipeOption = Annotated[Path, typer.Option("--recipe", "-r", help="Recipe (YAML).")]
+SetOption = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the recipe; may be repeated.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines on stdout.")]
+CkptOption = Annotated[Path, typer.Option("--ckpt", help="Checkpoint folder, or run folder (then ckpt/final).")]
+
+
+def main() -> None:
+    """`specdec`."""
+    sys.exit(guard("specdec", lambda: app(standalone_mode=False, prog_name="specdec")))
+
+
+def main_eval() -> None:
+    """`specdec-eval`, the same as `specdec eval`."""
+    sys.exit(guard("specdec-eval", lambda: eval_app(standalone_mode=False, prog_name="specdec-eval")))
+
+
+def guard(name: str, command: Callable[[], Any]) -> int:
+    """Run a command; turn every way of failing into one line on stderr and an exit code."""
+    try:
+        result = command()
+    except RecipeError as error:
+        return _say(name, f"error: {_one_line(str(error))}", 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say(name, "interrupted; run the same command again to go on", 130)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # click's own errors, whichever click typer brings along
+        if usage is not None:
+            return _say(name, f"error: {_one_line(usage())} See {name} --help.", 2)
+        with tempfile.NamedTemporaryFile("w", prefix=f"{name}-", suffix=".log", delete=False, encoding="utf-8") as log:
+            traceback.print_exc(file=log)
+        return _say(name, f"unexpected {type(error).__name__}: {_one_line(str(error))[:300]}; the traceback is in {log.name}", 1)
+    return result if isinstance(result, int) else 0
+
+
+def _say(name: str, text: str, code: int) -> int:
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _load(recipe: Path, overrides: list[str]) -> Any:
+    from draftheads.recipes.schema import Recipe
+
+    return Recipe.load(recipe, overrides)
+
+
+EVAL_HELP = """Measure a draft head: paired, interleaved runs; acceptance; speed-up with intervals; is the output the target's own?
+
+The checkpoint names its target and its evaluation settings; nothing else is needed:
+
+    specdec-eval --ckpt runs/smollm2-135m
+
+Other prompts, fewer of them, a given draft length:
+
+    specdec-eval --ckpt runs/smollm2-135m --prompts mine.jsonl --per-category 3 --gamma 4
+
+At temperature 0.7 with batches of 8 (losslessness is then judged by a z-score):
+
+    specdec-eval --ckpt runs/smollm2-135m --temperature 0.7 --batch-size 8 --out runs/t07
+
+Writes report.html, report.md, report.json. Ends with 1 if an output differs from the target's without a numerical tie to explain it, or
+if the speed-up is larger than τ allows.
+"""
+
+
+@eval_app.command(help=EVAL_HELP)
+@app.command("eval", help=EVAL_HELP)
+def eval_command(
+    ckpt: CkptOption,
+    prompts: Annotated[list[str], typer.Option("--prompts", help="'builtin', or a JSONL/Parquet file; may be repeated.")] = [],  # noqa: B006
+    per_category: Annotated[int | None, typer.Option(help="Prompts per category.")] = None,
+    categories: Annotated[str | None, typer.Option(help="Only these categories, separated by commas.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens per answer.")] = None,
+    gamma: Annotated[str | None, typer.Option(help="Draft length of the timed runs, or 'auto': chosen from measured costs.")] = None,
+    drafters: Annotated[str | None, typer.Option(help="Of none, ngram, head, composite; separated by commas.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Prompts decoded together.")] = None,
+    transformers: Annotated[float | None, typer.Option("--transformers", help="Share of the prompts that transformers' generate runs too.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own choice.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the report; default: report/ of the run.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One prompt per category, 32 tokens: a look, not a result.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if this evaluation is (partly) done.")] = False,
+    overrides: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> None:
+    given: dict[str, Any] = {"per_category": 1, "max_new_tokens": 32, "bootstrap": 500} if quick else {}
+    given |= {
+        "prompts": [_from_here(p) for p in prompts] or None, "per_category": per_category or given.get("per_category"), "categories": _split(categories),
+        "max_new_tokens": max_new_tokens or given.get("max_new_tokens"), "gamma": _gamma(gamma), "drafters": _split(drafters),
+        "temperature": temperature, "batch_size": batch_size, "transformers_fraction": transformers,
+    }
+    _positive(threads, "--threads")
+    find_folder(ckpt.expanduser())  # before the long imports
+    from draftheads.eval.subject import open_checkpoint
+
+    checkpoint = open_checkpoint(ckpt, overrides, {k: v for k, v in given.items() if v is not None})
+    from draftheads.eval.run import evaluate, silence
+
+    silence()
+    outcome = evaluate(checkpoint, out=out, threads=threads, device=device, fresh=fresh, quiet=as_json)
+    if as_json:
+        print(json.dumps(outcome.report, ensure_ascii=False, indent=2))
+    else:
+        from draftheads.eval.report.terminal import print_report
+
+        print_report(outcome.report, outcome.folder)
+    if not outcome.report["ok"]:
+        raise typer.Exit(1)
+
+
+def _split(value: str | None) -> list[str] | None:
+    return None if value is None else [v.strip() for v in value.split(",") if v.strip()]
+
+
+def _gamma(value: str | None) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise RecipeError(f"--gamma is {value!r}; wanted a whole number, or 'auto'") from None
+
+
+def _positive(value: int | None, name: str) -> None:
+    if value is not None and value < 1:
+        raise RecipeError(f"{name} is {value}; it must be at least 1")
+
+
+def _from_here(prompts: str) -> str:
+    """A path on the command line is relative to the working directory, not to the recipe."""
+    path = Path(prompts).expanduser()
+    return str(path.absolute()) if prompts != "builtin" and (path.exists() or path.suffix in (".jsonl", ".json", ".parquet")) else prompts
+
+
+@app.command()
+def plan(
+    recipe: RecipeOption,
+    overrides: SetOption = [],  # noqa: B006
+    processes: Annotated[int, typer.Option(help="Training processes (one per GPU).", min=1)] = 1,
+    tflops: Annotated[float | None, typer.Option(help="What one device sustains in matrix products; default: measured here in a second.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s that one device reads weights with; default: measured here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a recipe will cost before it starts: tokens, disk, peak memory, hours. Loads no model.
+
+        specdec plan --recipe recipes/smollm2-135m.yaml
+
+    For a machine that you are not sitting at, say what it sustains (an H100: about 400 TFLOP/s in bf16, 2500 GB/s):
+
+        specdec plan --recipe recipes/llama8b.yaml --processes 8 --tflops 400 --bandwidth 2500
+    """
+    loaded = _load(recipe, overrides)
+    from draftheads.eval.plan import make_plan, print_plan
+
+    made = make_plan(loaded, processes=processes, tflops=tflops, bandwidth=bandwidth)
+    print(json.dumps(made, indent=2)) if as_json else print_plan(made)
+
+
+@app.command()
+def distill(
+    recipe: RecipeOption,
+    overrides: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> None:
+    """Let the target answer the prompts: its own tokens, and (features: capture) its states, shard by shard. Run again to go on.
+
+        specdec distill --recipe recipes/smollm2-135m.yaml
+        specdec distill --recipe recipes/smollm2-135m.yaml --set data.limit=100 --set data.max_new_tokens=64
+    """
+    loaded = _load(recipe, overrides)
+    from draftheads.data.distill import distill as run
+    from draftheads.eval.run import silence
+
+    silence()
+    store = run(loaded, progress=not as_json)
+    found = {"folder": str(loaded.run_dir / "distill"), "rows": len(store), "hash": store.hash, "counts": store.counts}
+    print(json.dumps(found, indent=2, default=str) if as_json else f"{len(store)} rows in {found['folder']}")
+
+
+@app.command("show-mask")
+def show_mask(
+    recipe: RecipeOption,
+    overrides: SetOption = [],  # noqa: B006
+    rows: Annotated[int, typer.Option(help="How many rows to show.", min=1)] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which tokens training will supervise: answers in colour, prompts plain. From the distilled rows, or (before distilling) from
+    conversations of the data that already hold answers.
+
+        specdec show-mask --recipe recipes/smollm2-135m.yaml --rows 1
+    """
+    loaded = _load(recipe, overrides)
+    from draftheads.eval.masks import masked_rows, print_masks
+    from draftheads.eval.run import silence
+
+    silence()
+    found = masked_rows(loaded, rows)
+    print(json.dumps(found, ensure_ascii=False, indent=2)) if as_json else print_masks(found)
+
+
+@app.command()
+def train(
+    recipe: RecipeOption,
+    overrides: SetOption = [],  # noqa: B006
+    processes: Annotated[int, typer.Option(help="Processes (one per GPU).", min=1)] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
+) -> None:
+    """Start training by accelerate's launcher, and print the command it starts.
+
+        specdec train --recipe recipes/smollm2-135m.yaml
+
+    For several machines, or your own accelerate configuration, use that command with your options.
+    """
+    from draftheads.eval.launch import training_command
+
+    _load(recipe, overrides)
+    command = training_command(recipe, overrides, processes)
+    import shlex
+    import subprocess
+
+    print(shlex.join(command), file=sys.stderr, flush=True)
+    if not dry_run:
+        raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say; '-' reads it from stdin.")],
+    ckpt: CkptOption,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    drafter: Annotated[str, typer.Option(help="none, ngram, head or composite.")] = "composite",
+    gamma: Annotated[int, typer.Option(help="Draft length of the head.", min=1)] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    stop: Annotated[list[str], typer.Option("--stop", help="Stop at this text; may be repeated.")] = [],  # noqa: B006
+    show_accepted: Annotated[bool, typer.Option("--show-accepted", help="Colour the tokens that were drafted and accepted.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
+    overrides: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a prompt with the target and its draft head; the text streams, τ and tokens/s follow on stderr.
+
+        specdec generate --ckpt runs/smollm2-135m "Write a haiku about queues."
+        specdec generate --ckpt runs/smollm2-135m --show-accepted "Repeat: one two three four"
+        cat question.txt | specdec generate --ckpt runs/smollm2-135m -
+    """
+    find_folder(ckpt.expanduser())
+    from draftheads.eval.subject import open_checkpoint
+
+    checkpoint = open_checkpoint(ckpt, overrides)
+    from draftheads.eval.run import silence
+    from draftheads.eval.talk import Ask, talk
+
+    silence()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    ask = Ask(text, system, drafter, gamma, max_new_tokens, temperature, top_k, top_p, seed, tuple(stop))
+    found = talk(checkpoint, ask, device=device, show_accepted=show_accepted, silent=as_json)
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""`specdec generate`: one answer, streamed, with what the drafter contributed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftheads.data.template import render
+from draftheads.eval import subject
+from draftheads.eval.report.tables import figure
+from draftheads.inference import metrics
+from draftheads.inference.decode import decode
+from draftheads.inference.drafters.base import Plan
+from draftheads.inference.requests import Limits, Request, Sampling
+from draftheads.recipes.schema import RecipeError
+
+DRAFTERS = ("none", "ngram", "head", "composite")
+
+
+@dataclass(frozen=True)
+class Ask:
+    text: str
+    system: str | None = None
+    drafter: str = "composite"
+    gamma: int = 4
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_accepted: bool, silent: bool) -> dict[str, Any]:
+    """Decode and print; returns {"text", "tokens", "tau", "tokens_per_s", …}."""
+    if ask.drafter not in DRAFTERS:
+        raise RecipeError(f"--drafter is {ask.drafter!r}; wanted one of {', '.join(DRAFTERS)}")
+    if not ask.text.strip():
+        raise RecipeError("the prompt is empty")
+    target = subject.load_target(checkpoint, device=device)
+    section = checkpoint.recipe.eval
+    drafter = subject.load_drafters(checkpoint, target, [ask.drafter], section.ngram)[ask.drafter]
+    gamma = subject.set_gamma(drafter, {"ngram": section.ngram.gamma, "head": ask.gamma} if ask.drafter != "ngram" else {"ngram": section.ngram.gamma})
+    messages = [{"role": "system", "content": ask.system}] * (ask.system is not None) + [{"role": "user", "content": ask.text}]
+    ids = tuple(render(target.tokenizer, messages, add_generation_prompt=True))
+    limits = Limits(ask.max_new_tokens, min(len(ids) + ask.max_new_tokens + 16, target.geometry.max_positions), ask.stop)
+    writer = Writer(target.tokenizer, show_accepted=show_accepted, silent=silent, hidden=target.eos_ids)
+    request = Request("prompt", ids, seed=ask.seed)
+    done = None
+    for r in decode(target, drafter, [request], Sampling(ask.temperature, ask.top_k, ask.top_p), limits, plan=Plan(gamma=gamma)):
+        writer.write(r.new_tokens.get("prompt", []), r.accepted.get("prompt", 0))
+        done = next(iter(r.finished), done)
+    writer.close()
+    if done is None or done.finish_reason == "error":
+        raise RecipeError(done.error if done is not None and done.error else "nothing was decoded")
+    tau, speed = metrics.tau(done.rounds) if done.rounds else None, (len(done.tokens) - 1) / done.decode_s if done.decode_s else None
+    if not silent:
+        note = f"{len(done.tokens)} tokens, {done.finish_reason}; τ {figure(tau)}, {figure(speed, 1)} tokens/s, drafter {ask.drafter}, {target.device.type}"
+        print(note + (f" ({torch.get_num_threads()} threads)" if target.device.type == "cpu" else ""), file=sys.stderr)
+    return {
+        "text": writer.text, "tokens": done.tokens, "finish_reason": done.finish_reason, "tau": tau, "tokens_per_s": speed,
+        "rounds": [{"source": r.source, "drafted": r.drafted, "accepted": r.accepted, "emitted": r.emitted} for r in done.rounds],
+    }
+
+
+class Writer:
+    """Turns tokens into text as they come; holds back a character until all its bytes are there. End tokens are not shown."""
+
+    def __init__(self, tokenizer: Any, *, show_accepted: bool, silent: bool, hidden: frozenset[int]) -> None:
+        from rich.console import Console
+
+        self.tokenizer, self.show, self.silent, self.hidden = tokenizer, show_accepted, silent, hidden
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.tokens: list[int] = []
+        self.text = ""
+
+    def write(self, tokens: list[int], accepted: int) -> None:
+        for i, token in enumerate(tokens):
+            if token in self.hidden:
+                continue
+            self.tokens.append(token)
+            text = self._decode()
+            if not text.endswith("�"):
+                self._print(text[len(self.text) :], i < accepted)
+                self.text = text
+
+    def close(self) -> None:
+        text = self._decode()
+        self._print(text[len(self.text) :] + "\n", False)
+        self.text = text
+
+    def _decode(self) -> str:
+        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _print(self, piece: str, drafted: bool) -> None:
+        if self.silent or not piece:
+            return
+        if self.show:
+            from rich.text import Text
+
+            self.console.print(Text(piece, style="black on green" if drafted else ""), end="")
+        else:
+            print(piece, end="", flush=True)
