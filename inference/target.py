@@ -33,6 +33,7 @@ class Target:
     """Make one with `Target.load` or `Target.from_model`. All methods run without gradients.
 
     embed_VD, lm_head_VD: the original (unpacked) weights; lm_head's rows may exceed the tokenizer's ids.
+    finish_logits: what the family does after lm_head (softcap, scale), elementwise: for callers that need only some of its rows.
     eos_ids: every id that ends an answer. template_hash: of chat template and special tokens, 16 hex digits.
     """
 
@@ -55,7 +56,7 @@ class Target:
         self._attention, self._eager = _attention_kind(model)
         self._groups = self.geometry.num_heads // self.geometry.num_kv_heads
         self._layer_types, self._window = _layer_types(self.config)
-        self._shape_logits = _self_check(self)
+        self.finish_logits = _self_check(self)
         self.packed = packed
         if packed:
             self._pack()
@@ -153,7 +154,7 @@ class Target:
     def logits(self, final: Tensor) -> Tensor:
         """float32 [..., V] from the post-norm state [..., D]: lm_head and what the family does after it (checked when the target was made)."""
         with torch.no_grad():
-            return self._shape_logits(self.lm_head(final).float())
+            return self.finish_logits(self.lm_head(final).float())
 
     def _masks(self, mask_BTS: Tensor | None, positions_BT: Tensor, starts: list[int]) -> Any:
         """What the family's decoder takes as attention_mask: one 4D mask, or a dict by layer type where layers differ."""
