@@ -96,6 +96,14 @@ def align(rows: Sequence[Row], *, steps: int, supervise: Supervise, max_len: int
     )
 
 
+def nothing(steps: int, width: int, hidden: int) -> Aligned:
+    """A micro-batch without rows (B = 0): for a process that has none while the others have."""
+    none_BTJ = torch.zeros(0, 1, steps, dtype=torch.bool)
+    tokens_BTJ, positions_BT = none_BTJ.long(), torch.zeros(0, 1, dtype=torch.int64)
+    batch = DraftBatch(torch.zeros(0, 1, width), tokens_BTJ, positions_BT, positions_BT - 1, none_BTJ)
+    return Aligned(batch, tokens_BTJ, tokens_BTJ, none_BTJ, torch.zeros(0, 1, hidden), torch.zeros(0, 1))
+
+
 def produced_BTJ(flags_BX: Tensor, slots: int, steps: int) -> Tensor:
     """bool [B,T,J]: every one of the tokens t+1 … t+2+j was produced by the target. flags_BX holds at least slots + 1 + steps columns."""
     window_BTK = flags_BX[:, 1 : slots + 1 + steps].unfold(1, steps + 1, 1)  # flags of t+1 … t+1+J
@@ -103,7 +111,7 @@ def produced_BTJ(flags_BX: Tensor, slots: int, steps: int) -> Tensor:
 
 
 def loss_labels(ids_L: Tensor, flags_L: Tensor, *, supervise: Supervise, max_len: int) -> Tensor:
-    """int64 [n]: the labels of a row's loss slots at step 0: what its share of the batch is counted by, and its draft vocabulary ranked by."""
+    """int64 [n]: the labels of a row's loss slots at step 0: its share of a batch is counted by them, the draft vocabulary ranked by them."""
     ids_L, flags_L = ids_L[:max_len], flags_L[:max_len]
     if len(ids_L) < 3:
         return ids_L[:0]

@@ -1,0 +1,146 @@
+"""TrainStep: one micro-batch → its share of the loss, and metric sums. What accelerate wraps, so that DDP's hooks run.
+
+    aligned ─► head.unroll ─► states of step j
+    chunk of teacher positions s ─► teacher logits of the draft vocabulary, once ─► for each step j: the slot s−1−j, its draft logits,
+                                    soft cross-entropy, gradient
+
+Chunks run over *teacher positions*, because p at position s is the target of slot s−1 at step 0, of s−2 at step 1, …: one product with
+the target's lm_head serves all steps. A chunk's gradient is taken in the forward pass and its logits are dropped: no [T, V] is ever kept
+and nothing is computed twice (as Liger's chunked losses do). `carry` hands these gradients to autograd.
+
+The loss of a global batch is Σ_j loss_decay^j Σ_slots weight · CE / normaliser. normalise `sequence`: weight 1 / (the row's slots at step 0),
+normaliser = rows with a slot; `token`: weight 1, normaliser = slots at step 0. The normaliser counts the whole global batch, so neither
+micro-batches nor processes change the loss.
+
+Shape suffixes: B rows, T slots, J unroll steps, C teacher positions of a chunk, D hidden, U draft vocabulary, V target vocabulary,
+S = B·T flat slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.losses import soft_cross_entropy
+from draftheads.recipes.schema import TrainSection
+from draftheads.train.align import Aligned
+from draftheads.train.figures import metric_sums
+
+
+@dataclass
+class Chunk:
+    """teacher_C int64, flat positions s; labels_C int64, the token after s; slots_JC int64, the flat slot that step j trains against s
+    (S where there is none); weights_JC float32, loss_decay^j · the row's weight (0 where there is none)."""
+
+    teacher_C: Tensor
+    labels_C: Tensor
+    slots_JC: Tensor
+    weights_JC: Tensor
+
+    def to(self, device: torch.device) -> Chunk:
+        return Chunk(*(x.to(device, non_blocking=True) for x in (self.teacher_C, self.labels_C, self.slots_JC, self.weights_JC)))
+
+
+def chunks_of(aligned: Aligned, train: TrainSection, known_V: Tensor, size: int | None = None) -> list[Chunk]:
+    """Gather the loss slots of a micro-batch by teacher position. Runs on the host: on an accelerator, finding them would stall the stream.
+
+    known_V: bool [V], the token is in the draft vocabulary; train.drop_out_of_vocab leaves slots with other labels out of the loss.
+    size: teacher positions of a chunk, default train.loss_chunk.
+    """
+    valid_BTJ = aligned.batch.valid_BTJ
+    if train.drop_out_of_vocab:
+        valid_BTJ = valid_BTJ & known_V[aligned.labels_BTJ]
+    B, T, J = valid_BTJ.shape
+    share_B = valid_BTJ[..., 0].sum(1).clamp(min=1).float()
+    weight_B = 1 / share_B if train.normalise == "sequence" else torch.ones(B)
+    slots_JS = torch.full((J, B * T), B * T)
+    weights_JS = torch.zeros(J, B * T)
+    labels_S = torch.zeros(B * T, dtype=torch.int64)
+    for j in range(J):
+        slot_M = valid_BTJ[..., j].flatten().nonzero().flatten()
+        teacher_M = aligned.teacher_index_BTJ[..., j].flatten()[slot_M]
+        slots_JS[j, teacher_M] = slot_M
+        weights_JS[j, teacher_M] = train.loss_decay**j * weight_B[slot_M // T]
+        labels_S[teacher_M] = aligned.labels_BTJ[..., j].flatten()[slot_M]
+    needed = (slots_JS < B * T).any(0).nonzero().flatten()
+    return [Chunk(c, labels_S[c], slots_JS[:, c].clone(), weights_JS[:, c].clone()) for c in needed.split(size or train.loss_chunk) if len(c)]
+
+
+def chunk_size(train: TrainSection, draft_vocab: int, device: torch.device) -> int:
+    """train.loss_chunk; on a CPU at most as many as keep [C, U] below 8 MB: larger tensors leave the cache, and beyond 32 MB the allocator
+    maps fresh pages for each one, which costs more than the arithmetic (measured: 290 tokens/s at 2048, 400 at 256)."""
+    return train.loss_chunk if device.type != "cpu" else max(1, min(train.loss_chunk, 2**21 // draft_vocab))
+
+
+class TrainStep(nn.Module):
+    """head, and the target's lm_head rows of the draft vocabulary: teacher_UD float32. finish: what the target's family does to its
+    logits after lm_head (softcap, scale), elementwise; None for nothing."""
+
+    teacher_UD: Tensor
+    target_ids_U: Tensor
+    known_V: Tensor
+
+    def __init__(self, head: DraftHead, teacher_UD: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.head = head
+        self.finish = finish
+        self.register_buffer("teacher_UD", teacher_UD.detach().float(), persistent=False)
+        draft_ids_U = torch.arange(head.d2t.numel(), device=head.d2t.device)
+        self.register_buffer("target_ids_U", head.target_ids(draft_ids_U), persistent=False)
+        known_V = torch.zeros(head.geometry.vocab_size, dtype=torch.bool, device=head.d2t.device).index_fill(0, self.target_ids_U, True)
+        self.register_buffer("known_V", known_V, persistent=False)
+        # DDP would broadcast the target's tables at every forward.
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
+
+    def forward(self, aligned: Aligned, chunks: Sequence[Chunk], normaliser: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss (0-dim, with gradient; already divided by the normaliser) and metric sums (detached, on the device).
+
+        A micro-batch without loss slots, or without rows, is legal: its loss is 0 and every parameter gets a zero gradient.
+        """
+        S, J = aligned.lse_BT.numel(), aligned.batch.valid_BTJ.shape[-1]
+        params = self.head.trainable_parameters()
+        states_J = self.head.unroll(aligned.batch, J).states if chunks else []
+        flat_J = [s.reshape(S, -1) for s in states_J]
+        # Row S of the scratch buffers takes the results of slots that do not exist.
+        state_grads_J = [s.new_zeros(S + 1, s.shape[-1]) for s in flat_J]
+        param_grads: list[Tensor | None] = [None] * len(params)
+        hits_SJ = torch.zeros(S + 1, J, dtype=torch.bool, device=aligned.lse_BT.device)
+        loss = aligned.lse_BT.new_zeros(())
+        for chunk in chunks:
+            teacher_CU = self.teacher_logits(aligned.final_BTD.flatten(0, 1)[chunk.teacher_C])
+            lse_C = aligned.lse_BT.flatten()[chunk.teacher_C]
+            for j in range(J):
+                slots_C = chunk.slots_JC[j]
+                state_CD = flat_J[j].detach()[slots_C.clamp(max=S - 1)].requires_grad_(torch.is_grad_enabled())
+                logits_CU = self.head.logits(state_CD).float()
+                part = (soft_cross_entropy(logits_CU, teacher_CU, lse_C) * (chunk.weights_JC[j] / normaliser)).sum()
+                if torch.is_grad_enabled():
+                    grads = torch.autograd.grad(part, [state_CD, *params], allow_unused=True)
+                    state_grads_J[j][slots_C] = grads[0].to(state_grads_J[j].dtype)
+                    param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads[1:], strict=True)]
+                hits_SJ[slots_C, j] = self.target_ids_U[logits_CU.detach().argmax(-1)] == chunk.labels_C
+                loss = loss + part.detach()
+        metrics = metric_sums(loss, hits_SJ[:S].view(aligned.answers_BTJ.shape), aligned, self.known_V)
+        if torch.is_grad_enabled():
+            loss = carry(loss, flat_J, [g[:S] for g in state_grads_J]) + carry(torch.zeros_like(loss), params, param_grads)
+        return loss, metrics
+
+    @torch.no_grad()
+    def teacher_logits(self, final_CD: Tensor) -> Tensor:
+        """float32 [C,U], in float32 under autocast too: p = exp(logit − lse) turns the rounding of a logit of 30 into percents."""
+        with torch.autocast(final_CD.device.type, enabled=False):
+            logits_CU = F.linear(final_CD.float(), self.teacher_UD)
+        return logits_CU if self.finish is None else self.finish(logits_CU)
+
+
+def carry(value: Tensor, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    """`value`, with d value / d tensors[i] = grads[i] (None = 0: DDP wants every parameter in the graph, every time)."""
+    for tensor, grad in zip(tensors, grads, strict=True):
+        linear = (tensor * grad).sum() if grad is not None else tensor.sum() * 0
+        value = value + (linear - linear.detach())
+    return value
