@@ -91,7 +91,7 @@ class DraftHead(nn.Module, ABC):
         """Commit counts_B new (feature, token) pairs for the rows of `rows`; overwrites whatever drafting left in those slots."""
 
     @abstractmethod
-    def draft_chain(self, state: Any, gamma: int, pick: Callable[[int, Tensor], Tensor], rows: slice) -> list[Tensor]:
+    def draft_chain(self, state: Any, gamma: int, pick: Callable[[int, Tensor], Tensor | None], rows: slice) -> list[Tensor]:
         """Roll out γ steps after the committed pairs. At step j (0-based) the head computes logits_BU and calls pick(j, logits_BU), which
         returns the chosen *target ids* [B] (this is where drafters take the argmax or sample); the head feeds them back. Returns the
         γ chosen tensors. pick may return None to stop early. Leaves the committed state unchanged."""

@@ -245,7 +245,7 @@ class Eagle3(DraftHead):
         whole = len(self.d2t) == len(lm_head_VD)
         rows_UH = lm_head_VD.detach() if whole else lm_head_VD.detach()[self.target_ids_U().to(lm_head_VD.device)]
         if self.config.freeze_lm_head:
-            self.lm_head.weight = rows_UH.to(like)  # type: ignore[assignment]
+            self.lm_head.weight = rows_UH.to(like)
         elif self.lm_head.weight[0].isnan().any():
             with torch.no_grad():
                 self.lm_head.weight.copy_(rows_UH)

@@ -517,6 +517,29 @@ def test_padding_rows_of_the_lm_head_are_never_proposed():
     assert max(proposed) < 100 <= max(free)
 
 
+def test_int8_drafts_are_close_and_independent_of_batch_mates():
+    from draftheads.inference.int8 import can_int8
+
+    if not can_int8():
+        pytest.skip("no int8 kernels in this torch or processor")
+    head, *borrowed = make_head()
+    rows = Rows(HeadDrafter(head, stub_target(*borrowed), int8=True), [5, 9, 14])
+    alone = Rows(HeadDrafter(head, stub_target(*borrowed), int8=True), [5])
+    sampling, hits, total = Sampling(temperature=0.8), 0, 0
+    for _ in range(8):
+        tree, single = rows.propose(3, sampling), alone.propose(3, sampling)
+        assert torch.equal(tree.tokens_BN[0], single.tokens_BN[0])
+        for b in range(3):
+            q_V = rows.expected(head, borrowed, b, 1)[0].div(0.8).softmax(-1)
+            assert (tree.q_BNV[b, 1] - q_V).abs().sum() < 0.25, "total variation of at most 1/8"
+        tree = rows.propose(1)
+        hits += sum(int(tree.tokens_BN[b, 1]) == int(rows.expected(head, borrowed, b, 1)[0].argmax()) for b in range(3))
+        total += 3
+        rows.observe([2, 1, 3])
+        alone.observe([2])
+    assert hits >= 0.8 * total
+
+
 # ---- through decode()
 
 
