@@ -120,9 +120,10 @@ def eval_command(
 ) -> None:
     given: dict[str, Any] = {"per_category": 1, "max_new_tokens": 32, "bootstrap": 500} if quick else {}
     given |= {
-        "prompts": [_from_here(p) for p in prompts] or None, "per_category": per_category or given.get("per_category"), "categories": _split(categories),
-        "max_new_tokens": max_new_tokens or given.get("max_new_tokens"), "gamma": _gamma(gamma), "drafters": _split(drafters),
-        "temperature": temperature, "batch_size": batch_size, "transformers_fraction": transformers,
+        "prompts": [_from_here(p) for p in prompts] or None, "categories": _split(categories), "gamma": _gamma(gamma),
+        "drafters": _split(drafters), "temperature": temperature, "batch_size": batch_size, "transformers_fraction": transformers,
+        "per_category": given.get("per_category") if per_category is None else per_category,
+        "max_new_tokens": given.get("max_new_tokens") if max_new_tokens is None else max_new_tokens,
     }
     _positive(threads, "--threads")
     find_folder(ckpt.expanduser())  # before the long imports
@@ -225,7 +226,7 @@ def show_mask(
         specdec show-mask --recipe recipes/smollm2-135m.yaml --rows 1
     """
     loaded = _load(recipe, overrides)
-    from draftheads.eval.masks import masked_rows, print_masks
+    from draftheads.data.show_mask import masked_rows, print_masks
     from draftheads.eval.run import silence
 
     silence()

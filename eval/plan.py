@@ -92,7 +92,8 @@ def _prompts(recipe: Recipe) -> tuple[int, float, str]:
         if spec != "builtin" and not Path(spec).exists():
             if spec.startswith(("/", "~")):
                 raise RecipeError(f"{spec}: no such prompts file; mend data.prompts")
-            return recipe.data.limit or DEFAULT_PROMPTS, DEFAULT_PROMPT_TOKENS, f"{spec} was not read: {DEFAULT_PROMPT_TOKENS} tokens a prompt assumed"
+            note = f"{spec} was not read: {DEFAULT_PROMPT_TOKENS} tokens a prompt assumed"
+            return recipe.data.limit or DEFAULT_PROMPTS, DEFAULT_PROMPT_TOKENS, note
     found, _ = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
     mean = sum(len(c.user_text) for c in found) / len(found) / CHARACTERS_PER_TOKEN
     return len(found), mean + 30, "counted prompts, 4 characters a token, 30 tokens of template"  # roles, markers, a default system prompt

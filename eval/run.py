@@ -16,7 +16,8 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -258,18 +259,34 @@ def _run_blocks(work: Evaluation, journal: Journal, blocks: dict[int, Block]) ->
     names = list(work.drafters)
     share = work.section.max_new_tokens
     work.progress.stage("timed runs, all drafters interleaved", sum(len(plan[i]) * share * (len(names) + (i in shared)) for i in missing))
-    for i in missing:
-        block = _run_block(work, i, plan[i], [*names, *([TRANSFORMERS] if i in shared else [])])
-        blocks[i] = block
-        journal.append("block", block.to_json())
+    with _no_collection():
+        for i in missing:
+            block = _run_block(work, i, plan[i], [*names, *([TRANSFORMERS] if i in shared else [])])
+            blocks[i] = block
+            journal.append("block", block.to_json())
     work.progress.finish()
     work.plain = None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A garbage collection inside a run would be charged to whoever is running (with transformers loaded it takes a second). What lives
+    now is frozen, and the little that piles up is collected between the runs."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _run_block(work: Evaluation, index: int, prompts: list[Prompt], contenders: list[str]) -> Block:
     block = Block(index, prompts[0].category, [p.id for p in prompts], [len(p.ids) for p in prompts])
     requests = [subject.request(p, work.section.seed) for p in prompts]
-    collecting = gc.isenabled()
     for name in measure.rotation(contenders, index):
         written = 0
 
@@ -280,18 +297,13 @@ def _run_block(work: Evaluation, index: int, prompts: list[Prompt], contenders: 
             work.progress.advance(new)
 
         gc.collect()
-        gc.disable()  # a collection inside a run would be charged to whoever happened to be running
-        try:
-            if name == TRANSFORMERS:
-                timed = _generate(work, requests, work.limits())
-            else:
-                drafter = work.drafters[name]
-                gamma = set_gamma(drafter, work.gamma.get(name, {}))
-                timed = measure.timed_decode(work.target, drafter, requests, work.sampling, work.limits(), plan=Plan(gamma=gamma),
-                                             batch_size=len(requests), on_round=count)
-        finally:
-            if collecting:
-                gc.enable()
+        if name == TRANSFORMERS:
+            timed = _generate(work, requests, work.limits())
+        else:
+            drafter = work.drafters[name]
+            plan = Plan(gamma=set_gamma(drafter, work.gamma.get(name, {})))
+            timed = measure.timed_decode(work.target, drafter, requests, work.sampling, work.limits(), plan=plan, batch_size=len(requests),
+                                         on_round=count)
         failed = [c for c in timed.completions if c.finish_reason == "error"]
         if failed:
             raise RecipeError(f"prompt {failed[0].request.id} cannot be decoded: {failed[0].error}")

@@ -43,7 +43,8 @@ def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_a
     target = subject.load_target(checkpoint, device=device)
     section = checkpoint.recipe.eval
     drafter = subject.load_drafters(checkpoint, target, [ask.drafter], section.ngram)[ask.drafter]
-    gamma = subject.set_gamma(drafter, {"ngram": section.ngram.gamma, "head": ask.gamma} if ask.drafter != "ngram" else {"ngram": section.ngram.gamma})
+    lengths = {"ngram": section.ngram.gamma} | ({"head": ask.gamma} if ask.drafter != "ngram" else {})
+    gamma = subject.set_gamma(drafter, lengths)
     messages = [{"role": "system", "content": ask.system}] * (ask.system is not None) + [{"role": "user", "content": ask.text}]
     ids = tuple(render(target.tokenizer, messages, add_generation_prompt=True))
     limits = Limits(ask.max_new_tokens, min(len(ids) + ask.max_new_tokens + 16, target.geometry.max_positions), ask.stop)
@@ -56,10 +57,12 @@ def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_a
     writer.close()
     if done is None or done.finish_reason == "error":
         raise RecipeError(done.error if done is not None and done.error else "nothing was decoded")
-    tau, speed = metrics.tau(done.rounds) if done.rounds else None, (len(done.tokens) - 1) / done.decode_s if done.decode_s else None
+    tau = metrics.tau(done.rounds) if done.rounds else None
+    speed = (len(done.tokens) - 1) / done.decode_s if done.decode_s else None
     if not silent:
-        note = f"{len(done.tokens)} tokens, {done.finish_reason}; τ {figure(tau)}, {figure(speed, 1)} tokens/s, drafter {ask.drafter}, {target.device.type}"
-        print(note + (f" ({torch.get_num_threads()} threads)" if target.device.type == "cpu" else ""), file=sys.stderr)
+        where = target.device.type + (f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else "")
+        note = f"{len(done.tokens)} tokens, {done.finish_reason}; τ {figure(tau)}, {figure(speed, 1)} tokens/s, drafter {ask.drafter} ({where})"
+        print(note, file=sys.stderr)
     return {
         "text": writer.text, "tokens": done.tokens, "finish_reason": done.finish_reason, "tau": tau, "tokens_per_s": speed,
         "rounds": [{"source": r.source, "drafted": r.drafted, "accepted": r.accepted, "emitted": r.emitted} for r in done.rounds],

@@ -1,0 +1,313 @@
+"""Statistics, cost model, losslessness, and a whole evaluation of a tiny random target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from draftheads.eval import run as run_module
+from draftheads.eval import subject
+from draftheads.eval.cost_model import Costs, choose_gamma, predict
+from draftheads.eval.lossless import compare, first_difference, tie_bound
+from draftheads.eval.run import _also_transformers, evaluate, token_texts
+from draftheads.eval.stats import Throughput, ratio_interval
+from draftheads.eval.summary import schema
+from draftheads.heads import build_head
+from draftheads.heads.checkpoint import HeadMeta, save_head
+from draftheads.inference import measure
+from draftheads.inference.drafters.none import NoDrafter
+from draftheads.inference.requests import Limits, Request, RoundStat, Sampling
+from draftheads.inference.target import Target
+from draftheads.recipes.schema import RecipeError
+
+# ---- statistics
+
+
+def test_interval_covers_the_true_ratio_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(200):
+        tokens = rng.integers(20, 96, size=40)
+        base = tokens * rng.uniform(0.9, 1.1, size=40)
+        ours = tokens / 1.5 * np.exp(rng.normal(0, 0.2, size=40) - 0.02)
+        true = 1.5
+        found = ratio_interval(Throughput(tokens, ours), Throughput(tokens, base), samples=400, seed=1)
+        covered += found.low <= true <= found.high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_pairing_removes_the_spread_between_prompts():
+    tokens, seconds = [96, 20, 60, 80], [9.0, 1.0, 20.0, 3.0]  # very different prompts, always exactly twice as fast
+    found = ratio_interval(Throughput(tokens, [s / 2 for s in seconds]), Throughput(tokens, seconds))
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_ratio_of_sums_not_mean_of_ratios():
+    found = ratio_interval(Throughput([90, 10], [45.0, 1.0]), Throughput([90, 10], [90.0, 10.0]))
+    assert found.value == pytest.approx((100 / 46) / 1.0)
+
+
+def test_nothing_to_resample():
+    assert ratio_interval(Throughput([5], [1.0]), Throughput([5], [2.0])).pair is None
+    assert ratio_interval(Throughput([], []), Throughput([], [])).value is None
+    assert ratio_interval(Throughput([0, 0], [0.0, 0.0]), Throughput([1, 1], [1.0, 1.0])).value is None
+    with pytest.raises(ValueError, match="2 and 1"):
+        ratio_interval(Throughput([1, 1], [1.0, 1.0]), Throughput([1], [1.0]))
+
+
+# ---- cost model
+
+COSTS = Costs(0.03, (1.0, 1.0, 1.1, 1.2, 1.4), {"head": 0.1, "ngram": 0.0}, {"head": 0.1, "ngram": 0.0})
+
+
+def stat(drafted: int, accepted: int, source: str = "head") -> RoundStat:
+    return RoundStat(drafted, drafted, accepted, accepted + 1, source)
+
+
+def test_prediction_counts_rounds_without_drafts_at_their_own_price():
+    speed, tau = predict([stat(4, 4, "ngram"), stat(0, 0, "none")], COSTS)
+    assert tau == 3.0
+    assert speed == pytest.approx(6 / (1.4 + 1.0))
+
+
+def test_gamma_is_cut_where_acceptance_stops_paying():
+    shallow = [stat(4, 1)] * 10  # the first draft is always right, the second never
+    assert choose_gamma(shallow, COSTS, ["head"], longest=4).gamma == {"head": 1}
+    deep = [stat(4, 4)] * 10
+    assert choose_gamma(deep, COSTS, ["head"], longest=4).gamma == {"head": 4}
+    both = choose_gamma([*shallow, *[stat(4, 4, "ngram")] * 10], COSTS, ["ngram", "head"], longest=4)
+    assert both.gamma == {"ngram": 4, "head": 1}
+    assert both.speedup == pytest.approx(max(r["speedup"] for r in both.table))
+    assert len(both.table) == 16
+
+
+def test_widths_beyond_the_measured_ones_go_on_rising():
+    assert COSTS.verify(6) > COSTS.verify(5) == 1.4
+    assert Costs.from_json(json.loads(json.dumps(COSTS.to_json()))).verify(3) == 1.1
+
+
+# ---- losslessness
+
+
+def test_first_difference():
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+@pytest.mark.parametrize(("logits", "verdict"), [([0.0, 5.0, 4.9995], "tie"), ([0.0, 5.0, 4.99], "unexplained"), ([9.0, 5.0, 4.9999], "unexplained")])
+def test_a_tie_needs_both_tokens_at_the_top(logits, verdict):
+    """The last case: the two tokens are equal, but neither is the argmax, so neither may be emitted."""
+    seen = []
+    found = compare([7, 1], [7, 2], lambda prefix: seen.append(prefix) or logits)
+    assert (found.verdict, found.position, seen) == (verdict, 1, [[7]])
+
+
+def test_ending_early_is_never_a_tie():
+    assert compare([1, 2, 3], [1, 2], lambda prefix: [0.0] * 9).verdict == "unexplained"
+    assert compare([1, 2], [1, 2], lambda prefix: pytest.fail("no need to look")).verdict == "identical"
+
+
+def test_half_precision_has_its_own_bound():
+    assert tie_bound("float32", 30.0) == 1e-3
+    assert tie_bound("bfloat16", 32.0) == pytest.approx(0.5)
+    assert tie_bound("float16", 32.0) == pytest.approx(1 / 16)
+
+
+# ---- the target's own fixtures
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target") / "tiny")
+
+
+def make_checkpoint(folder: Path, target_folder: Path, **changes) -> Path:
+    """An untrained head in a run folder, as training would leave it."""
+    target = Target.load(str(target_folder))
+    torch.manual_seed(0)
+    head = build_head({"type": "eagle3", "draft_vocab_size": 64, "taps": [1, 2, 3]}, target.geometry, torch.arange(4, 68))
+    metrics = changes.pop("metrics", {})
+    meta = HeadMeta(target=str(target_folder), template_hash=target.template_hash, recipe_hash="r", data_hash="d", metrics=metrics)
+    head.borrow(target.embed_VD, target.lm_head_VD)
+    save_head(head, folder / "ckpt" / "final", meta)
+    prompts = folder / "prompts.jsonl"
+    lines = [{"id": f"{c}-{i}", "category": c, "messages": [{"role": "user", "content": text * (1 + i % 2)}]}
+             for c, text in (("copy", "abcabc abc"), ("<b>odd</b>", "what is 2+2?")) for i in range(4)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = {"target": {"name": str(target_folder)}, "head": {"type": "eagle3"},
+              "eval": {"prompts": str(prompts), "per_category": 2, "max_new_tokens": 12, "bootstrap": 200, "transformers_fraction": 0.5, **changes}}
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(target_folder, tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("run"), target_folder, metrics={"acceptance_per_position": [0.5, 0.25, 0.125, 0.0625]})
+
+
+@pytest.fixture(autouse=True)
+def _short_drafts(monkeypatch):
+    """Calibration up to γ = 3: the same code in half the time."""
+    monkeypatch.setattr(run_module, "LONGEST", 3)
+
+
+@pytest.fixture(scope="module")
+def outcome(run_folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "LONGEST", 3)
+        return evaluate(subject.open_checkpoint(run_folder), quiet=True)
+
+
+def valid(report: dict) -> dict:
+    jsonschema.Draft202012Validator(schema()).validate(report)
+    return report
+
+
+def test_whole_evaluation_of_a_tiny_target(outcome, run_folder):
+    report = valid(json.loads((run_folder / "report" / "report.json").read_text()))
+    assert report == outcome.report
+    assert list(report["by_drafter"]) == ["none", "ngram", "head", "composite"]
+    assert set(report["by_category"]) == {"copy", "<b>odd</b>"}
+    assert report["summary"]["prompts"] == 4
+    assert report["by_drafter"]["none"]["tau"] == pytest.approx(1.0)
+    assert report["by_drafter"]["ngram"]["by_category"]["copy"]["prompts"] == 2
+    # Greedy, fp32: everything equals everything, transformers included, on its half of the prompts.
+    pairs = report["losslessness"]["pairs"]
+    assert set(pairs) == {"none/ngram", "none/head", "none/composite", *(f"transformers/{d}" for d in report["by_drafter"])}
+    assert all(c["unexplained"] == 0 for c in pairs.values())
+    assert sum(pairs["none/head"].values()) == 4
+    assert sum(pairs["transformers/none"].values()) == 2
+    assert report["summary"]["lossless"] is True
+    assert report["cost_model"]["gamma_chosen"] == "measured"
+    assert len(report["cost_model"]["v"]) == 4
+    assert report["summary"]["baseline_vs_transformers"] > 0
+    assert report["expected"]["tau"] == pytest.approx(1.9375)
+    assert report["expected"]["measured_tau"] >= 1.0
+    assert report["at_tau_gamma"]["gamma"] == 4
+    assert {t["category"] for t in report["trace"]} == {"copy", "<b>odd</b>"}
+    page = (run_folder / "report" / "report.html").read_text()
+    assert "&lt;b&gt;odd&lt;/b&gt;" in page
+    assert "<b>odd" not in page
+    assert (run_folder / "report" / "report.md").read_text().startswith("# Evaluation of")
+
+
+def test_second_run_measures_nothing_and_a_killed_one_goes_on(outcome, run_folder, monkeypatch):
+    records = run_folder / "report" / "records.jsonl"
+    whole = records.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "timed_decode", lambda *a, **k: pytest.fail("measured again"))
+        patch.setattr(measure, "sample_costs", lambda *a, **k: pytest.fail("measured again"))
+        again = evaluate(subject.open_checkpoint(run_folder), quiet=True)
+    assert again.report["summary"] == outcome.report["summary"]
+    lines = whole.splitlines(keepends=True)
+    blocks = [i for i, line in enumerate(lines) if '"kind": "block"' in line]
+    assert len(blocks) == 4
+    records.write_text("".join(lines[: blocks[2]]) + lines[blocks[2]][:100])  # killed while writing the third
+    ran = []
+    original = run_module._run_block
+    monkeypatch.setattr(run_module, "_run_block", lambda work, i, *rest: ran.append(i) or original(work, i, *rest))
+    resumed = evaluate(subject.open_checkpoint(run_folder), quiet=True)
+    assert ran == [2, 3]
+    assert resumed.report["cost_model"]["v"] == outcome.report["cost_model"]["v"]
+    for name in ("none", "head"):
+        assert resumed.report["by_drafter"][name]["tau"] == outcome.report["by_drafter"][name]["tau"]
+    changed = evaluate(subject.open_checkpoint(run_folder, ["eval.max_new_tokens=6"]), quiet=True)
+    assert changed.report["summary"]["tokens"] < outcome.report["summary"]["tokens"]
+
+
+def test_sampling_in_batches_is_judged_by_z(target_folder, tmp_path):
+    folder = make_checkpoint(tmp_path, target_folder, temperature=0.8, batch_size=2, transformers_fraction=0.0, gamma=2,
+                             drafters=["none", "head"], max_new_tokens=16)
+    report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
+    assert report["drafter"] == "head"
+    assert report["cost_model"]["gamma"] == {"head": {"head": 2}}
+    assert set(report["losslessness"]["z"]) == {"none", "head"}
+    assert report["summary"]["lossless"] is True
+    assert report["losslessness"]["pairs"] == {}
+    assert report["summary"]["speedup_vs_transformers"] is None
+
+
+def test_a_wrong_token_is_caught(target_folder, tmp_path, monkeypatch):
+    folder = make_checkpoint(tmp_path, target_folder, gamma=2, drafters=["none", "ngram"], transformers_fraction=0.0)
+    original = measure.timed_decode
+
+    def wrong(target, drafter, *args, **options):
+        timed = original(target, drafter, *args, **options)
+        if drafter.name == "ngram":
+            timed.completions[0].tokens[2] ^= 1
+        return timed
+
+    monkeypatch.setattr(measure, "timed_decode", wrong)
+    report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
+    assert report["ok"] is False
+    assert report["by_drafter"]["ngram"]["lossless"] is False
+    listed = [d for d in report["losslessness"]["divergences"] if d["verdict"] == "unexplained"]
+    assert listed
+    assert listed[0]["position"] == 2
+    assert listed[0]["gap"] > 1e-3
+
+
+# ---- pieces
+
+
+def test_bad_prompts_are_refused_before_anything_runs(run_folder, tmp_path):
+    with pytest.raises(RecipeError, match=r"did you mean 'copy'"):
+        evaluate(subject.open_checkpoint(run_folder, ["eval.categories=[cppy]"]), quiet=True)
+    with pytest.raises(RecipeError, match=r"has \d+ tokens"):
+        evaluate(subject.open_checkpoint(run_folder, ["eval.max_new_tokens=500"]), quiet=True)
+    with pytest.raises(RecipeError, match="no prompts file"):
+        evaluate(subject.open_checkpoint(run_folder, [f"eval.prompts={tmp_path / 'none.jsonl'}"]), quiet=True)
+    with pytest.raises(RecipeError, match=r"unknown key 'eval.gama'; did you mean 'gamma'"):
+        subject.open_checkpoint(run_folder, ["eval.gama=3"])
+
+
+def test_where_a_checkpoint_is_looked_for(run_folder, tmp_path):
+    assert subject.open_checkpoint(run_folder / "ckpt" / "final").name == run_folder.name
+    with pytest.raises(RecipeError, match="no checkpoint at"):
+        subject.open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "ckpt").mkdir()
+    with pytest.raises(RecipeError, match="training has not ended"):
+        subject.open_checkpoint(tmp_path)
+
+
+def test_transformers_share_is_spread_evenly():
+    assert _also_transformers(42, 1 / 3) == set(range(0, 42, 3))
+    assert _also_transformers(4, 0.0) == set()
+    assert _also_transformers(2, 0.1) == {0}
+    assert _also_transformers(5, 1.0) == {0, 1, 2, 3, 4}
+
+
+def test_timing_leaves_out_prefill_and_first_tokens(target_folder):
+    target = Target.load(str(target_folder))
+    requests = [Request("a", (5, 6, 7)), Request("b", (8, 9, 10, 11, 12))]
+    limits = Limits(8, 64, ignore_eos=True)
+    ours = measure.timed_decode(target, NoDrafter(), requests, Sampling(), limits, plan=run_module.Plan(), batch_size=2)
+    assert [c.request.id for c in ours.completions] == ["a", "b"]
+    assert ours.decode_tokens == 14
+    assert ours.decode_s > 0
+    assert ours.prefill_s > 0
+    theirs = measure.timed_generate(measure.plain_model(target), requests, Sampling(), limits, eos_ids=(), pad_id=3)
+    assert [c.tokens for c in theirs.completions] == [c.tokens for c in ours.completions]
+    assert theirs.decode_tokens == 14
+
+
+def test_filler_gives_every_width(target_folder):
+    target = Target.load(str(target_folder))
+    samples = measure.sample_costs(target, {}, [Request("a", (5, 6, 7))], longest=3, rounds=3, repeats=1)
+    assert set(samples.verify_s) >= {1, 2, 3, 4}
+    fitted = measure.fit_costs(samples, 3)
+    assert len(fitted["v"]) == 4
+    assert all(v > 0 for v in fitted["v"])
+
+
+def test_texts_of_tokens_add_up():
+    tokenizer = tiny.tokenizer()
+    tokens = tokenizer("hello <|im_end|>")["input_ids"]
+    assert "".join(token_texts(tokenizer, tokens)) == tokenizer.decode(tokens)
