@@ -88,7 +88,7 @@ def test_held_out_prompts_share_no_13_gram_with_the_training_prompts():
 
 def test_the_leak_check_finds_a_planted_leak():
     train, held_out = read("train"), read("held-out")
-    words = tokens(train[0]["messages"][0]["content"])[2 : 2 + N]
+    words = max((tokens(p["messages"][0]["content"]) for p in train), key=len)[2 : 2 + N]
     planted = {"id": "planted", "messages": [{"role": "user", "content": "Before. " + ", ".join(w.upper() for w in words) + " After."}]}
     assert leaks(train, [*held_out, planted]) == ["planted"]
     copied = {"id": "copied", "messages": [{"role": "user", "content": " ".join(words[: N - 1]) + " new"}]}
