@@ -45,7 +45,8 @@ def fit(
     """
     train, head, ckpt = recipe.train, step_module.head, recipe.run_dir / "ckpt"
     timetable = schedule.steps()
-    total, most, figures, stopping = len(timetable), max(s.steps for s in train.unroll), None, False
+    total, most, stopping = len(timetable), max(s.steps for s in train.unroll), False
+    figures: dict[str, Any] = {}
     cost, begin = costs(total, train), state.step if state is not None else 0
     module, optimizer = accelerator.prepare(step_module, make_optimizer(head.trainable_parameters(), train))
     if state is not None:

@@ -78,7 +78,7 @@ def newest_state(ckpt: Path, *, clean: bool = True) -> tuple[State | None, list[
     """The newest intact state, and a line for each damaged one that was passed over. clean: remove what a killed process left half-written."""
     for part in [*ckpt.glob(".state-*"), *ckpt.glob(".final.*.part")] if clean and ckpt.is_dir() else []:
         shutil.rmtree(part, ignore_errors=True)
-    skipped = []
+    skipped: list[str] = []
     for folder in _folders(ckpt):
         try:
             raw = json.loads((folder / "state.json").read_text(encoding="utf-8"))

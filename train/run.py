@@ -50,6 +50,9 @@ def main(recipe: Recipe) -> int:
     say = partial(print, file=sys.stderr, flush=True) if accelerator.is_main_process else lambda *_: None
     say(greeting(recipe, accelerator))
     with locked(recipe.run_dir, accelerator.is_main_process, say):
+        if accelerator.is_main_process:
+            recover_folder(recipe.run_dir / "ckpt" / "final")
+        accelerator.wait_for_everyone()
         if finished(recipe):
             say(f"this run is finished: {recipe.run_dir / 'ckpt' / 'final'}; measure it with specdec-eval --ckpt {recipe.run_dir}")
             return 0
@@ -116,7 +119,6 @@ def step_ids(head: Any) -> torch.Tensor:
 def finished(recipe: Recipe) -> bool:
     """ckpt/final exists and is this recipe's. RecipeError when it is another's."""
     final = recipe.run_dir / "ckpt" / "final"
-    recover_folder(final)
     if not final.exists():
         return False
     meta = read_meta(final)

@@ -26,7 +26,7 @@ PLAIN_EVERY_S = 5.0
 
 def tracker_names(recipe: Recipe) -> list[str]:
     """The trackers accelerate must open. RecipeError for one that is not installed. Never lets wandb ask for a login or wait for a server."""
-    names = [n for n in dict.fromkeys(recipe.train.log) if n != "jsonl"]
+    names: list[str] = [n for n in dict.fromkeys(recipe.train.log) if n != "jsonl"]
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise RecipeError(f"train.log: {name} is not installed; pip install 'draftheads[{name}]', or take it out of train.log")
