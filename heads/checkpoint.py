@@ -101,7 +101,8 @@ def load_head(
     if meta.draft_vocab_hash is not None and vocab_hash(ids_U) != meta.draft_vocab_hash:
         raise RecipeError(f"{folder}: the vocabulary map d2t has not the hash {meta.draft_vocab_hash} of {META}: the files are from different runs")
     try:
-        head = build_head(meta.head, meta.geometry, ids_U)
+        with torch.random.fork_rng(devices=[]):  # loading draws no random numbers, as far as the caller can tell
+            head = build_head(meta.head, meta.geometry, ids_U)
     except RecipeError as error:
         raise RecipeError(f"{folder}: {error}") from None
     _check_weights(head.state_dict(), weights, folder / WEIGHTS)

@@ -77,6 +77,13 @@ def _taps(taps: tuple[int | str, ...] | None, layers: int) -> tuple[int | str, .
     return chosen
 
 
+class Norm(nn.RMSNorm):
+    """Under autocast activations are bfloat16 and the weight is not: without the cast, torch leaves its fused kernel (and says so)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Projections of cat[e; g] (2H wide). Attention itself is in the two functions below: over an unrolled batch, and over the drafting cache."""
 
@@ -124,10 +131,10 @@ class MidLayer(nn.Module):
     def __init__(self, config: Eagle3Config, eps: float) -> None:
         super().__init__()
         H = config.hidden_size or 0
-        self.input_layernorm = nn.RMSNorm(H, eps)
-        self.hidden_norm = nn.RMSNorm(H, eps)
+        self.input_layernorm = Norm(H, eps)
+        self.hidden_norm = Norm(H, eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(H, eps)
+        self.post_attention_layernorm = Norm(H, eps)
         self.mlp = Mlp(H, config.intermediate_size or 0)
 
     def inputs(self, e_BTH: Tensor, g_BTH: Tensor) -> Tensor:
@@ -210,10 +217,10 @@ class Eagle3(DraftHead):
         H, V, eps = config.hidden_size, geometry.vocab_size, geometry.rms_norm_eps
         self.config, self.geometry, self.taps = config, geometry, config.taps
         ids_U = _draft_ids(draft_ids, config.draft_vocab_size, V)
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(H, eps) for _ in config.taps) if config.fc_norm else None
+        self.fc_norm = nn.ModuleList(Norm(H, eps) for _ in config.taps) if config.fc_norm else None
         self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
         self.midlayer = MidLayer(config, eps)
-        self.norm = nn.RMSNorm(H, eps)
+        self.norm = Norm(H, eps)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -226,8 +233,6 @@ class Eagle3(DraftHead):
         self.register_buffer("t2d", t2d_V)
         # In a tuple, hence no submodule: .to(bfloat16) would round its frequencies.
         self._rotary = (_rotary(config, geometry),)
-        # DDP would send the borrowed tables from rank to rank in every step.
-        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
     @classmethod
     def build(cls, config: Eagle3Config, geometry: Geometry, draft_ids: Tensor | None) -> Eagle3:

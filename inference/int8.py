@@ -13,6 +13,7 @@ Shape suffixes: O outputs, I inputs.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ _STEPS = 63
 
 class Int8Linear(nn.Module):
     """Inference only: y ≈ x Wᵀ for float32 on the CPU, x [..., I] → [..., O]. No parameters; nothing to save or train."""
+
+    in_features: int
+    out_features: int
+    _packed: Any
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

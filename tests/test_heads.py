@@ -312,6 +312,25 @@ def test_rope_is_the_targets_and_survives_a_cast():
         assert torch.allclose(cos.float(), expected[0], atol=1e-2)
 
 
+def test_unroll_under_bfloat16_autocast_is_close_and_silent():
+    head, *_ = make_head()
+    batch = batch_of(ROWS)
+    exact = head.unroll(batch, J).states
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("error")
+        rough = head.unroll(batch, J).states
+    real_BT = batch.documents_BT >= 0
+    assert all((a - b.float())[real_BT].norm() < 0.05 * a[real_BT].norm() for a, b in zip(exact, rough, strict=True))
+
+
+def test_making_a_drafter_draws_no_random_numbers():
+    head, *borrowed = make_head()
+    before = torch.get_rng_state()
+    HeadDrafter(head, stub_target(*borrowed))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.requires_grad for p in head.parameters())
+
+
 def test_config_errors_are_one_line_and_name_the_cure():
     assert "eagle3" in head_types()
     deep, shallow = geometry(), geometry(num_layers=4)

@@ -227,7 +227,8 @@ def inference_copy(head: DraftHead, target: Target, int8: bool = False) -> Draft
     """The head as drafting wants it: on the target's device, in its dtype, weights borrowed, linears packed on a CPU. The original is
     left as it is (a packed head can neither train nor be saved)."""
     cpu = target.device.type == "cpu" and target.dtype == torch.float32
-    copy = type(head).build(head.config, head.geometry, head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device)))
+    with torch.random.fork_rng(devices=[]):  # a drafter made in mid-training leaves the training's random numbers alone
+        copy = type(head).build(head.config, head.geometry, head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device)))
     copy.load_state_dict(head.state_dict())
     copy = copy.to(target.device, target.dtype).eval().requires_grad_(False)
     copy.borrow(target.embed_VD, target.lm_head_VD)
