@@ -14,7 +14,7 @@ BEGIN := $(shell date +%s)
 
 # $(call stage,title): a headline with the time since make began.
 define stage
-@t=$$(( $$(date +%s) - $(BEGIN) )); printf '\n\033[1m== %s\033[0m   [%d:%02d]\n' "$(1)" $$((t / 60)) $$((t % 60))
+@t=$$(( $$(date +%s) - $(BEGIN) )); printf '\n== %s   [%d:%02d]\n' "$(1)" $$((t / 60)) $$((t % 60))
 endef
 
 .PHONY: help quickstart test test-slow test-vllm lint env env-dev clean
