@@ -27,6 +27,17 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftheads.heads.base import DraftBatch, DraftHead, Unrolled
+from draftheads.heads.layers import (
+    BorrowedLinear,
+    MidLayer,
+    Norm,
+    attend_cached,
+    attend_unrolled,
+    causal_mask,
+    nan_table,
+    rope_parameters,
+    target_rotary,
+)
 from draftheads.heads.vocab import draft_maps
 from draftheads.recipes.schema import Geometry, RecipeError, Section
 
@@ -77,121 +88,6 @@ def _taps(taps: tuple[int | str, ...] | None, layers: int) -> tuple[int | str, .
     return chosen
 
 
-class Norm(nn.RMSNorm):
-    """Under autocast activations are bfloat16 and the weight is not: without the cast, torch leaves its fused kernel (and says so)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class Attention(nn.Module):
-    """Projections of cat[e; g] (2H wide). Attention itself is in the two functions below: over an unrolled batch, and over the drafting cache."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        H, D, Q, K = config.hidden_size or 0, config.head_dim or 0, config.num_heads or 0, config.num_kv_heads or 0
-        self.kv_heads, self.head_dim, self.groups = K, D, Q // K
-        self.q_proj = nn.Linear(2 * H, Q * D, bias=False)
-        self.k_proj = nn.Linear(2 * H, K * D, bias=False)
-        self.v_proj = nn.Linear(2 * H, K * D, bias=False)
-        self.o_proj = nn.Linear(Q * D, H, bias=False)
-
-    def query(self, x_BTX: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """→ [B, K, G·T, D], rotated and scaled by 1/√D: groups are folded into the query axis, so keys are never repeated."""
-        B, T, _ = x_BTX.shape
-        q_BTKGD = self.q_proj(x_BTX).view(B, T, self.kv_heads, self.groups, self.head_dim)
-        q_BKGTD = rotate(q_BTKGD.permute(0, 2, 3, 1, 4), cos_sin) * self.head_dim**-0.5
-        return q_BKGTD.reshape(B, self.kv_heads, self.groups * T, self.head_dim)
-
-    def key_value(self, x_BTX: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """→ rotated keys and values, [B, K, T, D]."""
-        B, T, _ = x_BTX.shape
-        k_BKTD = self.k_proj(x_BTX).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
-        v_BKTD = self.v_proj(x_BTX).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
-        return rotate(k_BKTD, cos_sin), v_BKTD
-
-    def output(self, out_BKQD: Tensor, T: int) -> Tensor:
-        """[B, K, G·T, D] → [B, T, H]."""
-        B, K, _, D = out_BKQD.shape
-        return self.o_proj(out_BKQD.view(B, K, self.groups, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, K * self.groups * D))
-
-
-class Mlp(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class MidLayer(nn.Module):
-    def __init__(self, config: Eagle3Config, eps: float) -> None:
-        super().__init__()
-        H = config.hidden_size or 0
-        self.input_layernorm = Norm(H, eps)
-        self.hidden_norm = Norm(H, eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = Norm(H, eps)
-        self.mlp = Mlp(H, config.intermediate_size or 0)
-
-    def inputs(self, e_BTH: Tensor, g_BTH: Tensor) -> Tensor:
-        return torch.cat([self.input_layernorm(e_BTH), self.hidden_norm(g_BTH)], -1)
-
-    def finish(self, attention_BTH: Tensor, g_BTH: Tensor) -> Tensor:
-        """The residual is the un-normed g."""
-        h_BTH = g_BTH + attention_BTH
-        return h_BTH + self.mlp(self.post_attention_layernorm(h_BTH))
-
-
-class BorrowedLinear(nn.Linear):
-    """A Linear whose weight belongs to the target: a non-persistent buffer, NaN until it is lent."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False, device="meta")
-        del self.weight
-        self.register_buffer("weight", _nan(outputs, inputs), persistent=False)
-
-
-def _nan(*shape: int) -> Tensor:
-    """NaN of this shape in the memory of one number."""
-    return torch.full((1,) * len(shape), float("nan")).expand(shape)
-
-
-def rotate(x_TD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions; cos and sin broadcast against x [..., T, D]."""
-    cos, sin = cos_sin
-    left, right = x_TD.chunk(2, -1)
-    return x_TD * cos + torch.cat([-right, left], -1) * sin
-
-
-def attend_unrolled(q_BKQD: Tensor, keys: list[Tensor], values: list[Tensor], mask_BTT: Tensor) -> Tensor:
-    """Queries of step j against the step-0 keys (causal, [T,T] scores) and the own-slot keys of steps 1 … j (one column each).
-
-    keys, values: j+1 tensors [B, K, T, D]. mask_BTT: additive float32, 0 or −inf. One float32 softmax over all T + j columns.
-    """
-    B, K, Q, D = q_BKQD.shape
-    T = keys[0].shape[2]
-    own_BKGTD = q_BKQD.view(B, K, Q // T, T, D)
-    scores_BKGTT = (q_BKQD @ keys[0].transpose(-1, -2)).float().view(B, K, Q // T, T, T) + mask_BTT[:, None, None]
-    columns = [(own_BKGTD * k_BKTD[:, :, None]).sum(-1, keepdim=True).float() for k_BKTD in keys[1:]]
-    p = torch.softmax(torch.cat([scores_BKGTT, *columns], -1), -1).to(values[0].dtype)
-    out_BKQD = p[..., :T].reshape(B, K, Q, T) @ values[0]
-    for i, v_BKTD in enumerate(values[1:]):
-        out_BKQD = out_BKQD + (p[..., T + i, None] * v_BKTD[:, :, None]).view(B, K, Q, D)
-    return out_BKQD
-
-
-def attend_cached(q_BKGD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, mask_BS: Tensor | None) -> Tensor:
-    """One query per row against the cache. mask_BS: True where the slot may be read, None: all."""
-    scores_BKGS = (q_BKGD @ keys_BKSD.transpose(-1, -2)).float()
-    if mask_BS is not None:
-        scores_BKGS = scores_BKGS.masked_fill(~mask_BS[:, None, None], float("-inf"))
-    return torch.softmax(scores_BKGS, -1).to(values_BKSD.dtype) @ values_BKSD
-
-
 @dataclass
 class Eagle3State:
     """The drafting cache. Row b's committed pairs are slots 0 … lengths[b]−1 (slot = position); drafting writes behind them.
@@ -219,7 +115,7 @@ class Eagle3(DraftHead):
         ids_U = _draft_ids(draft_ids, config.draft_vocab_size, V)
         self.fc_norm = nn.ModuleList(Norm(H, eps) for _ in config.taps) if config.fc_norm else None
         self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
-        self.midlayer = MidLayer(config, eps)
+        self.midlayer = MidLayer(H, config.intermediate_size or 0, config.num_heads or 0, config.num_kv_heads or 0, config.head_dim or 0, eps)
         self.norm = Norm(H, eps)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -227,12 +123,12 @@ class Eagle3(DraftHead):
         self.lm_head = BorrowedLinear(H, len(ids_U)) if config.freeze_lm_head else nn.Linear(H, len(ids_U), bias=False)
         if not config.freeze_lm_head:
             nn.init.constant_(self.lm_head.weight, float("nan"))
-        self.register_buffer("embed_VD", _nan(V, H), persistent=False)
+        self.register_buffer("embed_VD", nan_table(V, H), persistent=False)
         d2t_U, t2d_V = draft_maps(ids_U, V)
         self.register_buffer("d2t", d2t_U)
         self.register_buffer("t2d", t2d_V)
         # In a tuple, hence no submodule: .to(bfloat16) would round its frequencies.
-        self._rotary = (_rotary(config, geometry),)
+        self._rotary = (target_rotary(config.head_dim or 0, geometry),)
 
     @classmethod
     def build(cls, config: Eagle3Config, geometry: Geometry, draft_ids: Tensor | None) -> Eagle3:
@@ -435,13 +331,6 @@ def step_positions(positions_BT: Tensor, steps: int) -> Tensor:
     return positions_BT + torch.arange(steps, device=positions_BT.device)[:, None, None]
 
 
-def causal_mask(documents_BT: Tensor) -> Tensor:
-    """Additive float32 [B, T, T]: 0 where slot t may read slot s ≤ t of its own document, else −inf. Padding reads padding, so no row is empty."""
-    T = documents_BT.shape[1]
-    allowed_BTT = (documents_BT[:, :, None] == documents_BT[:, None]).tril()
-    return torch.zeros(len(documents_BT), T, T, device=documents_BT.device).masked_fill_(~allowed_BTT, float("-inf"))
-
-
 def _draft_ids(draft_ids: Tensor | None, size: int | None, vocab_size: int) -> Tensor:
     ids_U = torch.arange(size or vocab_size) if draft_ids is None else draft_ids.detach().cpu().long()
     if len(ids_U) != (size or vocab_size):
@@ -449,29 +338,3 @@ def _draft_ids(draft_ids: Tensor | None, size: int | None, vocab_size: int) -> T
     if not bool((ids_U[1:] > ids_U[:-1]).all()) or int(ids_U[0]) < 0 or int(ids_U[-1]) >= vocab_size:
         raise RecipeError(f"the draft vocabulary's ids must rise and lie in 0 … {vocab_size - 1}")
     return ids_U
-
-
-def _rotary(config: Eagle3Config, geometry: Geometry) -> Any:
-    """transformers' own rotary, so that llama3, yarn and the other scalings are the target's."""
-    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
-
-    # One head as wide as the model: only head_dim counts here, and LlamaConfig refuses a hidden size that is no multiple of the heads.
-    D = config.head_dim
-    return LlamaRotaryEmbedding(
-        LlamaConfig(hidden_size=D, num_attention_heads=1, num_key_value_heads=1, head_dim=D, max_position_embeddings=geometry.max_positions,
-                    rope_parameters=rope_parameters(geometry))
-    )
-
-
-def rope_parameters(geometry: Geometry) -> dict[str, Any]:
-    """The rotary parameters of the head: the target's, of its full-attention layers where they differ by layer, over the whole head_dim
-    (the engines' llama layer knows no partial rotation)."""
-    found = dict(geometry.rope_parameters)
-    if "rope_theta" not in found:
-        layered = [v for v in (found.get("full_attention"), *found.values()) if isinstance(v, dict) and "rope_theta" in v]
-        found = dict(layered[0]) if layered else found
-    found.setdefault("rope_type", "default")
-    found.setdefault("rope_theta", 10000.0)
-    found.pop("partial_rotary_factor", None)
-    found.pop("mrope_section", None)
-    return found
