@@ -54,7 +54,10 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
     for item in overrides:
         apply_override(raw, item)
     raw["eval"] = {**(raw.get("eval") or {}), **(options or {})}
-    return Checkpoint(folder, run, meta, validate(Recipe, raw, f"recipe of {folder}"))
+    recipe: Recipe = validate(Recipe, raw, f"recipe of {folder}")
+    if recipe.eval.gamma != "auto" and recipe.eval.gamma < 1:
+        raise RecipeError(f"eval.gamma is {recipe.eval.gamma}; wanted 'auto' or a draft length of at least 1")
+    return Checkpoint(folder, run, meta, recipe)
 
 
 def _stored_recipe(folder: Path, run: Path | None, meta: HeadMeta) -> dict[str, Any]:

@@ -173,15 +173,17 @@ def _at_tau_gamma(evidence: Evidence) -> dict[str, Any]:
 
 
 def _expected(evidence: Evidence) -> dict[str, Any] | None:
-    """Expected τ of the head (from the checkpoint's own metrics) beside what was decoded at the same γ."""
+    """Expected τ of the head (from the checkpoint's own metrics, for drafts as long as its unrolling) beside what was decoded, cut to the
+    same length; None for that where the decoded drafts were shorter."""
     if evidence.expected is None:
         return None
-    rows = evidence.untimed.get("head")
     gamma = evidence.expected["gamma"]
-    if rows is None or gamma != evidence.tau_gamma:
-        timed = evidence.gamma.get("head", {}).get("head") == gamma
-        rows = [c for b in evidence.blocks for c in b.runs["head"].completions] if timed and "head" in evidence.drafters else None
-    return {**evidence.expected, "measured_tau": metrics.tau(metrics.all_rounds(rows)) if rows else None}
+    rows = evidence.untimed.get("head") if evidence.tau_gamma >= gamma else None
+    if rows is None and evidence.gamma.get("head", {}).get("head", 0) >= gamma:
+        rows = [c for b in evidence.blocks for c in b.runs["head"].completions]
+    rounds = trimmed(metrics.all_rounds(rows or []))
+    measured = sum(1 + min(r.accepted, gamma) for r in rounds) / len(rounds) if rounds else None
+    return {**evidence.expected, "measured_tau": measured}
 
 
 def _cost_model(evidence: Evidence, by_drafter: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -131,8 +131,11 @@ def test_prediction_from_rounds_uses_measured_costs():
 
 
 def test_expected_tau_stands_beside_the_measured_one():
-    found = report(BLOCKS, expected={"tau": 3.3, "gamma": 4, "source": "training", "acceptance_per_position": [0.8]})
+    found = report(BLOCKS, expected={"tau": 3.3, "gamma": 4, "source": "training", "accuracy_per_step": [0.8] * 4})
     assert found["expected"]["measured_tau"] == pytest.approx(3.0)
+    shorter = report(BLOCKS, expected={"tau": 2.6, "gamma": 2, "source": "training"})
+    assert shorter["expected"]["measured_tau"] == pytest.approx((1 + 3 + 3) / 3)
+    assert report(BLOCKS, expected={"tau": 4.0, "gamma": 6, "source": "training"})["expected"]["measured_tau"] is None
     assert found["at_tau_gamma"]["by_drafter"]["head"]["tau"] == pytest.approx(3.0)
 
 

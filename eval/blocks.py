@@ -1,0 +1,111 @@
+"""The timed runs: blocks of prompts, each decoded by every contender before the next one begins.
+
+    prompts ─► blocks of one category, categories taking turns ─► contenders in rotating order ─► Timed each ─► outputs compared ─► Block
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from draftheads.eval.lossless import IDENTICAL, Divergence, compare, target_logits
+from draftheads.eval.records import TRANSFORMERS, Block, Journal
+from draftheads.eval.subject import Prompt
+from draftheads.eval.work import Evaluation
+from draftheads.inference import measure
+
+
+def plan_blocks(work: Evaluation) -> list[list[Prompt]]:
+    """Blocks of `batch_size` prompts of one category; categories take turns, so that drift meets all of them alike."""
+    by_category: dict[str, list[Prompt]] = {}
+    for p in work.prompts:
+        by_category.setdefault(p.category, []).append(p)
+    size = work.section.batch_size
+    split = [[prompts[i : i + size] for i in range(0, len(prompts), size)] for prompts in by_category.values()]
+    return [blocks[i] for i in range(max(map(len, split))) for blocks in split if i < len(blocks)]
+
+
+def also_transformers(count: int, fraction: float) -> set[int]:
+    """Indices of the blocks that transformers runs too: round(count · fraction), evenly spread."""
+    chosen = round(count * fraction) if fraction >= 1 or count * fraction >= 1 else int(fraction > 0)
+    return {int(i * count / chosen) for i in range(chosen)}
+
+
+def run_blocks(work: Evaluation, journal: Journal, blocks: dict[int, Block]) -> None:
+    plan = plan_blocks(work)
+    shared = also_transformers(len(plan), work.section.transformers_fraction)
+    missing = [i for i in range(len(plan)) if i not in blocks]
+    if not missing:
+        return
+    if shared & set(missing):
+        work.progress.stage("loading the target once more for transformers' generate", 1, "models")
+        work.plain = measure.plain_model(work.target, trust_remote_code=work.checkpoint.recipe.target.trust_remote_code)
+        work.progress.finish()
+    work.warm_up()
+    names = list(work.drafters)
+    share = work.section.max_new_tokens
+    work.progress.stage("timed runs, all drafters interleaved", sum(len(plan[i]) * share * (len(names) + (i in shared)) for i in missing))
+    with no_collection():
+        for i in missing:
+            block = run_block(work, i, plan[i], [*names, *([TRANSFORMERS] if i in shared else [])])
+            blocks[i] = block
+            journal.append("block", block.to_json())
+    work.progress.finish()
+    work.plain = None
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """A garbage collection inside a run would be charged to whoever is running (with transformers loaded it takes a second). What lives
+    now is frozen, and the little that piles up is collected between the runs."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def run_block(work: Evaluation, index: int, prompts: list[Prompt], contenders: list[str]) -> Block:
+    block = Block(index, prompts[0].category, [p.id for p in prompts], [len(p.ids) for p in prompts])
+    for name in measure.rotation(contenders, index):
+        written = 0
+
+        def count(r: Any) -> None:
+            nonlocal written
+            new = sum(map(len, r.new_tokens.values()))
+            written += new
+            work.progress.advance(new)
+
+        gc.collect()
+        if name == TRANSFORMERS:
+            timed = work.generate(prompts, work.limits())
+        else:
+            timed = work.decode(name, prompts, work.gamma.get(name, {}), work.limits(), batch_size=len(prompts), on_round=count)
+        work.progress.advance(len(prompts) * work.section.max_new_tokens - written)
+        block.runs[name] = timed
+    if work.sampling.temperature == 0:
+        block.differences = _differences(work, block, prompts)
+    return block
+
+
+def _differences(work: Evaluation, block: Block, prompts: list[Prompt]) -> list[dict[str, Any]]:
+    """Greedy: none against every drafter, and transformers (where it ran) against all of ours."""
+    pairs = [(a, b) for a in (TRANSFORMERS, "none") for b in work.drafters if a in block.runs and a != b]
+    tokenizer = work.target.tokenizer
+    found = []
+    for row, prompt in enumerate(prompts):
+        for a, b in pairs:
+            expected, got = (block.runs[n].completions[row].tokens for n in (a, b))
+            result: Divergence = compare(expected, got, target_logits(work.target, prompt.ids), work.dtype)
+            item = {"id": prompt.id, "category": prompt.category, "pair": f"{a}/{b}", **result.to_json()}
+            if result.verdict != IDENTICAL:
+                item |= {f"{key}_text": None if (t := item[key]) is None else tokenizer.decode([t]) for key in ("expected", "found")}
+            found.append(item)
+    return found

@@ -1,0 +1,109 @@
+"""Costs of this machine and the draft lengths they call for, from prompts that are not evaluated.
+
+    calibration prompts ─► t_verify(w), draft step, overhead (inference/measure.py) ─► Costs
+                        ─► every drafter once with long drafts ─► rounds ─► cut to each γ, priced by Costs ─► the γ of the timed runs
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftheads.data.conversations import Conversation, read_prompts
+from draftheads.eval import subject
+from draftheads.eval.cost_model import Costs, choose_gamma, predict
+from draftheads.eval.records import Journal
+from draftheads.eval.subject import Checkpoint, Prompt, set_gamma
+from draftheads.eval.work import Evaluation
+from draftheads.inference import measure
+from draftheads.inference.drafters.base import Drafter
+from draftheads.inference.drafters.composite import Composite
+from draftheads.inference.target import Target
+from draftheads.recipes.schema import RecipeError
+
+# Longest draft that is tried, and the prompts and tokens that are spent on it.
+LONGEST, CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 8, 14, 48
+# Rounds of one pass of the micro-benchmark, and how often all passes are gone through.
+ROUNDS, REPEATS = 8, 2
+
+
+def choose_costs(work: Evaluation, journal: Journal) -> dict[str, Any]:
+    """{"costs", "gamma", "gamma_chosen", "predicted", "table"}, measured once per evaluation."""
+    done = journal.of("costs")
+    if done:
+        return done[0]
+    drafting = {n: d for n, d in work.drafters.items() if n in ("ngram", "head")}
+    if "composite" in work.drafters:
+        both = work.drafters["composite"]
+        assert isinstance(both, Composite)
+        drafting = {"ngram": both.first, "head": both.second} | drafting
+    found: dict[str, Any] = {"costs": None, "gamma": {}, "gamma_chosen": "given", "predicted": {}, "table": {}}
+    if not drafting:
+        journal.append("costs", found)
+        return found
+    work.warm_up()
+    costs = _measure_costs(work, drafting)
+    found["costs"] = costs.to_json()
+    rounds = _calibrate(work)
+    for name in work.drafters:
+        sources = [s for s in ("ngram", "head") if s == name or name == "composite"]
+        if not sources:
+            continue
+        if work.section.gamma == "auto":
+            choice = choose_gamma(rounds[name], costs, sources, longest=LONGEST)
+            found["gamma"][name], found["gamma_chosen"], found["predicted"][name] = choice.gamma, "measured", choice.speedup
+            found["table"][name] = choice.table if len(sources) == 1 else sorted(choice.table, key=lambda r: -r["speedup"])[:8]
+        else:
+            found["gamma"][name] = {s: work.section.gamma if s == "head" else work.section.ngram.gamma for s in sources}
+            found["predicted"][name] = predict(rounds[name], costs, found["gamma"][name])[0]
+    journal.append("costs", found)
+    return found
+
+
+def _measure_costs(work: Evaluation, drafting: dict[str, Drafter]) -> Costs:
+    passes = REPEATS * (1 + LONGEST + 3 * len(drafting))
+    work.progress.stage("measuring what drafting and verifying cost", passes, "passes")
+    for drafter in drafting.values():
+        set_gamma(drafter, {})
+    # Prompts of middling length: what a step costs grows with the text.
+    by_length = sorted(work.calibration, key=lambda p: len(p.ids))
+    middle = len(by_length) // 2
+    block = work.requests((by_length[middle:] + by_length[:middle])[: work.section.batch_size])
+    samples = measure.sample_costs(work.target, drafting, block, longest=LONGEST, rounds=ROUNDS, repeats=REPEATS, on_pass=lambda: work.progress.advance(1))
+    work.progress.finish()
+    return Costs.from_json(measure.fit_costs(samples, LONGEST))
+
+
+def _calibrate(work: Evaluation) -> dict[str, list[Any]]:
+    """Rounds of every drafter at γ = LONGEST on the calibration prompts: what choose_gamma cuts down."""
+    tokens = min(CALIBRATION_TOKENS, work.section.max_new_tokens)
+    names = [n for n in work.drafters if n != "none"]
+    work.progress.stage("estimating acceptance for the choice of γ", len(names) * len(work.calibration) * tokens)
+    found = {}
+    for name in names:
+        rows = work.decode_untimed(name, work.calibration, {"ngram": LONGEST, "head": LONGEST}, work.limits(tokens))
+        found[name] = [r for c in rows.completions for r in c.rounds]
+    work.progress.finish()
+    return found
+
+
+def calibration_prompts(
+    target: Target, others: list[Conversation], checkpoint: Checkpoint, prompts: list[Prompt], room: int
+) -> list[Prompt]:
+    """Held-out prompts that are not evaluated; else training prompts; else (nothing else there) the evaluated ones."""
+    wanted = others
+    if not wanted:
+        try:
+            evaluated = {p.id for p in prompts}
+            data = checkpoint.recipe.data
+            wanted = [c for c in read_prompts(data.prompts, limit=8 * CALIBRATION_PROMPTS, seed=data.seed)[0] if c.id not in evaluated]
+        except RecipeError:
+            wanted = []
+    found = []
+    for c in wanted:
+        try:
+            found += subject.render_prompts(target, [c], room)
+        except RecipeError:
+            continue  # too long, or not renderable: others will do
+        if len(found) == CALIBRATION_PROMPTS:
+            break
+    return found or prompts[:CALIBRATION_PROMPTS]

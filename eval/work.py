@@ -1,0 +1,84 @@
+"""One evaluation in progress: who decodes what, with which limits. Everything that decodes goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftheads.eval import subject
+from draftheads.eval.progress import Progress
+from draftheads.eval.subject import Checkpoint, Prompt, set_gamma
+from draftheads.inference import measure
+from draftheads.inference.drafters.base import Drafter, Plan
+from draftheads.inference.measure import Timed
+from draftheads.inference.requests import Limits, Request, Round, Sampling
+from draftheads.inference.target import Target
+from draftheads.recipes.schema import EvalSection, RecipeError
+
+# Slots behind prompt and answer that a round may write beyond the end, and how many rows untimed runs decode together.
+SPARE, UNTIMED_BATCH = 16, 8
+
+
+@dataclass
+class Evaluation:
+    """gamma: {drafter: {source: draft length}} of the timed runs, once chosen. plain: transformers' own model, while it is needed."""
+
+    checkpoint: Checkpoint
+    section: EvalSection
+    target: Target
+    drafters: dict[str, Drafter]
+    prompts: list[Prompt]
+    calibration: list[Prompt]
+    progress: Progress
+    gamma: dict[str, dict[str, int]] = field(default_factory=dict)
+    plain: Any = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.section.temperature, self.section.top_k, self.section.top_p)
+
+    def limits(self, max_new_tokens: int | None = None) -> Limits:
+        new = max_new_tokens or self.section.max_new_tokens
+        longest = max(len(p.ids) for p in [*self.prompts, *self.calibration])
+        return Limits(max_new_tokens=new, max_len=min(longest + new + SPARE, self.target.geometry.max_positions))
+
+    @property
+    def dtype(self) -> str:
+        return str(self.target.dtype).removeprefix("torch.")
+
+    def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
+        return [subject.request(p, self.section.seed) for p in prompts]
+
+    def decode(
+        self, name: str, prompts: Sequence[Prompt], gamma: dict[str, int], limits: Limits, *, batch_size: int,
+        on_round: Callable[[Round], None] | None = None, certificate: bool = False,
+    ) -> Timed:
+        """Drafter `name` on these prompts, with these draft lengths. RecipeError for a prompt that cannot be decoded."""
+        drafter = self.drafters[name]
+        plan = Plan(gamma=set_gamma(drafter, gamma))
+        timed = measure.timed_decode(self.target, drafter, self.requests(prompts), self.sampling, limits, plan=plan, batch_size=batch_size,
+                                     on_round=on_round, certificate=certificate)
+        failed = next((c for c in timed.completions if c.finish_reason == "error"), None)
+        if failed is not None:
+            raise RecipeError(f"prompt {failed.request.id} cannot be decoded: {failed.error}")
+        return timed
+
+    def decode_untimed(self, name: str, prompts: Sequence[Prompt], gamma: dict[str, int], limits: Limits, *, certificate: bool = False) -> Timed:
+        """Several rows together, for acceptance only."""
+        return self.decode(name, prompts, gamma, limits, batch_size=min(UNTIMED_BATCH, len(prompts)), certificate=certificate,
+                           on_round=lambda r: self.progress.advance(sum(map(len, r.new_tokens.values()))))
+
+    def generate(self, prompts: Sequence[Prompt], limits: Limits) -> Timed:
+        """transformers' generate on these prompts."""
+        tokenizer = self.target.tokenizer
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.target.eos_ids, default=0)
+        return measure.timed_generate(self.plain, self.requests(prompts), self.sampling, limits, eos_ids=sorted(self.target.eos_ids), pad_id=pad)
+
+    def warm_up(self) -> None:
+        """Caches, thread pools and lazily built kernels: nothing timed may be the first of its kind."""
+        first = self.calibration[: self.section.batch_size]
+        for name in self.drafters:
+            self.decode(name, first, self.gamma.get(name, {"ngram": 4, "head": 4}), self.limits(8), batch_size=len(first))
+        if self.plain is not None:
+            self.generate(first, self.limits(8))
