@@ -280,10 +280,10 @@ class _Loop:
             return None
         logp_BMV = verdict.logp_BNV.gather(1, path_BM[..., None].expand(-1, -1, verdict.logp_BNV.shape[-1]))
         found_BM3 = surprise(logp_BMV, tokens_BM).masked_fill((sampling.temperature_B == 0)[:, None, None], 0)
-        return found_BM3.tolist()  # type: ignore[no-any-return]
+        return found_BM3.tolist()
 
     def _text(self, tokens: list[int]) -> str:
-        return self.target.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
+        return self.target.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 class _Clock:

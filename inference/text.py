@@ -55,7 +55,7 @@ class TextStream:
         return out
 
     def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def final_text(tokenizer: Any, tokens: Sequence[int], stop_strings: Sequence[str] = ()) -> str:

@@ -41,8 +41,16 @@ def verify(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, noise: No
     """
     if all(sampling.greedy):
         return _follow(tree, logits_BNV.argmax(-1))
-    B, N, V = logits_BNV.shape
+    N, V = logits_BNV.shape[1:]
     logp_BNV = row_log_probs(logits_BNV, sampling)
+    sampled_B = None
+    if tree.q_BNV is not None and N > 1:
+        q_BN = tree.q_BNV.gather(-1, tree.tokens_BN[..., None])[..., 0]
+        sampled_B = (tree.valid_BN & (q_BN > 0) & (q_BN < 1))[:, 1:].any(-1) & (sampling.temperature_B > 0)
+        block = _block(tree, logp_BNV, noise, positions_B)
+        # Only a shortcut: a GPU would have to be waited for.
+        if logits_BNV.device.type == "cpu" and bool(sampled_B.all()):
+            return block
     ancestors_BNN = tree.ancestors_BNN() if N > 1 else None
     depths_BN = ancestors_BNN.sum(-1) - 1 if ancestors_BNN is not None else torch.zeros_like(tree.tokens_BN)
     scores_BNV = logp_BNV + noise.gumbel(positions_B[:, None] + 1 + depths_BN, TARGET, V)
@@ -50,17 +58,16 @@ def verify(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, noise: No
         scores_BNV = torch.where((sampling.temperature_B == 0)[:, None, None], logits_BNV.float(), scores_BNV)
     verdict = _follow(tree, scores_BNV.argmax(-1), ancestors_BNN)
     verdict.logp_BNV = logp_BNV
-    if tree.q_BNV is None or N == 1:
+    if sampled_B is None:
         return verdict
-    q_BN = tree.q_BNV.gather(-1, tree.tokens_BN[..., None])[..., 0]
-    sampled_B = (tree.valid_BN & (q_BN > 0) & (q_BN < 1))[:, 1:].any(-1) & (sampling.temperature_B > 0)
+    return Verdict(torch.where(sampled_B[:, None], block.path_BM, verdict.path_BM), torch.where(sampled_B, block.counts_B, verdict.counts_B),
+                   torch.where(sampled_B, block.next_B, verdict.next_B), verdict.drafted_B, logp_BNV)
+
+
+def _block(tree: DraftTree, logp_BNV: Tensor, noise: Noise, positions_B: Tensor) -> Verdict:
     counts_B, next_B = block_verify(tree, logp_BNV.exp(), noise, positions_B)
-    verdict.counts_B = torch.where(sampled_B, counts_B, verdict.counts_B)
-    verdict.next_B = torch.where(sampled_B, next_B, verdict.next_B)
-    index_N = torch.arange(N, device=counts_B.device)
-    chain_BN = torch.where(index_N <= counts_B[:, None], index_N, 0)
-    verdict.path_BM = torch.where(sampled_B[:, None], chain_BN, verdict.path_BM)
-    return verdict
+    index_N = torch.arange(tree.width, device=counts_B.device)
+    return Verdict(torch.where(index_N <= counts_B[:, None], index_N, 0), counts_B, next_B, tree.valid_BN.sum(-1) - 1, logp_BNV)
 
 
 def _follow(tree: DraftTree, choice_BN: Tensor, ancestors_BNN: Tensor | None = None) -> Verdict:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import draftheads.inference as inference
+import tiny
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import HeadMeta, save_head
 from draftheads.inference import Limits, Sampling, SpeculativeDecoder, Target, generate

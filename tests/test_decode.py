@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tiny
 from draftheads.heads.tree import DraftTree
 from draftheads.inference import metrics
 from draftheads.inference.cache import SlotCache
@@ -118,7 +118,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(4, 100, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist())
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def plain(family: str, ids: tuple[int, ...], new: int = 40) -> list[int]:
     """The autoregressive greedy answer, without an end token."""
     (done,) = complete(target(family), NoDrafter(), [Request("0", ids)], limits=Limits(new, 256, ignore_eos=True))
@@ -211,7 +211,8 @@ def test_wrong_positions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_good_drafts_are_accepted_whole() -> None:
     asked = requests(6)
-    done = complete(target(), Replay({r.prompt_ids: plain("llama", r.prompt_ids) for r in asked}), asked, limits=Limits(25, 256, ignore_eos=True))[0]
+    stub = Replay({r.prompt_ids: plain("llama", r.prompt_ids) for r in asked})
+    done = complete(target(), stub, asked, limits=Limits(25, 256, ignore_eos=True))[0]
     assert [r.accepted for r in done.rounds] == [4, 4, 4, 4, 3] and metrics.tau(done.rounds) == 24 / 5
 
 
@@ -276,8 +277,8 @@ def test_answers_end_at_the_last_position_of_cache_or_model() -> None:
 
 
 def test_prompts_that_do_not_fit_fail_alone_and_say_why() -> None:
-    asked = [*requests(5), Request("long", prompt(48)), Request("limit", prompt(32)), Request("empty", ()), Request("none", prompt(3), max_new_tokens=0),
-             *[replace(r, id="last") for r in requests(6)]]
+    asked = [*requests(5), Request("long", prompt(48)), Request("limit", prompt(32)), Request("empty", ()),
+             Request("none", prompt(3), max_new_tokens=0), *[replace(r, id="last") for r in requests(6)]]
     found = complete(target(), NoDrafter(), asked, limits=Limits(4, 32, ignore_eos=True), batch_size=2)
     assert [c.finish_reason for c in found] == ["length", "error", "error", "error", "error", "length"]
     assert "48" in found[1].error and "32" in found[1].error and "32 tokens" in found[2].error and "no tokens" in found[3].error  # type: ignore[operator]
@@ -367,7 +368,8 @@ def test_the_certificate_sums_are_those_of_a_teacher_forced_pass() -> None:
         assert done.logprob_sum == pytest.approx(float(logp.gather(1, ids[0, len(request.prompt_ids) :, None]).sum()), abs=1e-3)
         assert done.entropy_sum == pytest.approx(float(entropy.sum()), abs=1e-3)
         assert done.variance_sum == pytest.approx(float((logp.exp() * (logp + entropy[:, None]) ** 2).sum()), abs=1e-3)
-    many = complete(target(), NgramDrafter(1, 3), requests(*range(3, 23)), sampling, Limits(40, 128, ignore_eos=True), batch_size=10, certificate=True)
+    limits = Limits(40, 128, ignore_eos=True)
+    many = complete(target(), NgramDrafter(1, 3), requests(*range(3, 23)), sampling, limits, batch_size=10, certificate=True)
     assert abs(metrics.martingale_z(many)) < 4
     assert complete(target(), NoDrafter(), asked[:1], limits=Limits(3, 64), certificate=True)[0].variance_sum == 0
 

@@ -103,11 +103,16 @@ def test_martingale_z_accepts_the_right_and_finds_the_wrong_temperature() -> Non
     assert math.isnan(metrics.martingale_z([row(TRACE)]))
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 5, 1.0), (0.7, 0, 0.8), (1.0, 12, 0.6), (1.0, 3, 0.01), (2.0, 99, 0.999)])
-def test_processed_distribution_is_transformers(temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize("V", [40, 3000])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 5, 1.0), (0.7, 0, 0.8), (1.0, 12, 0.6), (1.0, 3, 0.01), (2.0, 99, 0.999), (4.0, 0, 0.99)]
+)
+def test_processed_distribution_is_transformers(temperature: float, top_k: int, top_p: float, V: int) -> None:
+    """V = 3000 has rows whose nucleus is wider than the shortcut's head, beside rows whose is not."""
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    logits_MV = torch.randn(300, 40, generator=torch.Generator().manual_seed(1)) * 3
+    sharpness_M1 = torch.linspace(0.5, 6, 60)[:, None]
+    logits_MV = torch.randn(60, V, generator=torch.Generator().manual_seed(1)) * sharpness_M1
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))

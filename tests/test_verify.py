@@ -171,14 +171,15 @@ def forgot_temperature_on_bonus(tree: DraftTree, logits_BNV: Tensor, rows: RowSa
 
 MUTANTS: dict[str, tuple[Verify, str, int]] = {
     "residual is p": (mutant("residual_BNV.gather(1, at_B1V), p_BNV", "p_BNV.gather(1, at_B1V), p_BNV"), "sampled", 3),
-    "residual of the wrong node": (mutant("at_B1V = counts_B[:, None, None]", "at_B1V = (counts_B + 1).clamp(max=N - 1)[:, None, None]"), "sampled", 3),
+    "residual of the wrong node": (
+        mutant("at_B1V = counts_B[:, None, None]", "at_B1V = (counts_B + 1).clamp(max=N - 1)[:, None, None]"), "sampled", 3),
     "p - q without clamp": (mutant("- q_next_BNV).clamp(min=0)", "- q_next_BNV).abs()"), "sampled", 3),
     "h forgotten in the residual": (mutant("(h_BN[..., None] * p_BNV - q_next", "(p_BNV - q_next"), "sampled", 3),
     "p/q swapped": (mutant("p_BG / q_BG", "q_BG / p_BG"), "sampled", 3),
     "always accepted": (mutant("ACCEPT) < keep_BN", "ACCEPT) < 2"), "sampled", 3),
-    "last draft not judged": (mutant("torch.where(index_N == length_B1, h_BN, keep_BN)", "torch.where(index_N == length_B1, 1.0, keep_BN)"), "sampled", 3),
+    "last draft not judged": (mutant("torch.where(index_N == length_B1, h_BN,", "torch.where(index_N == length_B1, 1.0,"), "sampled", 3),
     "no temperature on the bonus token": (forgot_temperature_on_bonus, "sampled", 1),
-    "one draw for all depths": (mutant("positions_B[:, None] + 1 + depths_BN, TARGET", "positions_B[:, None] + 1 + 0 * depths_BN, TARGET"), "greedy", 3),
+    "one draw for all depths": (mutant("[:, None] + 1 + depths_BN, TARGET", "[:, None] + 1 + 0 * depths_BN, TARGET"), "greedy", 3),
 }
 
 
@@ -283,10 +284,14 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[bool], list[int]]
 @given(st.lists(trees(), min_size=1, max_size=4))
 def test_tree_paths_equal_the_slow_twin(cases: list[tuple[list[int], list[int], list[bool], list[int]]]) -> None:
     N = max(len(c[0]) for c in cases)
-    padded = [(t + [1] * (N - len(t)), p + list(range(len(p) - 1, N - 1)), v + [False] * (N - len(v)), c + [0] * (N - len(c))) for t, p, v, c in cases]
-    tokens, parents, valid, choice = (torch.tensor([row[i] for row in padded]) for i in range(4))
-    logits = torch.nn.functional.one_hot(choice, V).float()
-    verdict = verify(DraftTree(tokens, parents, valid), logits, RowSampling.of([0.0] * len(cases), Sampling()), Noise(torch.zeros(len(cases))), tokens[:, 0])
+    padded = []
+    for tokens, parents, valid, choice in cases:
+        extra = N - len(tokens)
+        padded.append((tokens + [1] * extra, parents + list(range(len(parents) - 1, N - 1)), valid + [False] * extra, choice + [0] * extra))
+    tokens_BN, parents_BN, valid_BN, choice_BN = (torch.tensor([row[i] for row in padded]) for i in range(4))
+    logits_BNV = torch.nn.functional.one_hot(choice_BN, V).float()
+    rows, noise = RowSampling.of([0.0] * len(cases), Sampling()), Noise(torch.zeros(len(cases), dtype=torch.long))
+    verdict = verify(DraftTree(tokens_BN, parents_BN, valid_BN), logits_BNV, rows, noise, tokens_BN[:, 0])
     for b, case in enumerate(cases):
         path, bonus = follow(*case)
         assert int(verdict.counts_B[b]) == len(path) - 1 and int(verdict.next_B[b]) == bonus

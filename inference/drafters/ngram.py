@@ -1,8 +1,8 @@
 """Prompt lookup: if the last n tokens occurred before in prompt + output, propose what followed them then. No training, no device work.
 
-Longest match first (max_match … min_match), and among equally long ones the most recent: what was written last resembles what comes next
-(engines take the first occurrence). A copy that reaches the end of the text goes on into its own draft, so a loop of any period is
-continued to the full length.
+Longest match first (max_match … min_match), and among equally long ones the most recent; engines take the first. Measured on 266 answers
+of SmolLM2-135M-Instruct (γ = 8, max_match 5): τ 1.84 against 1.83 with min_match 2, 2.03 against 1.97 with 1. A copy that reaches the end
+of the text goes on into its own draft, so a loop of any period is continued to the full length.
 
 Each row keeps a dict from n-gram to the index after its latest occurrence, extended by the new tokens only: O(1) a token, not a scan.
 """
