@@ -37,6 +37,9 @@ def folded_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature. The mask is what `fold_mask` made, or None (see above). Returns [B, T, H, Dv] and None."""
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if unknown:  # dropping one would be silently wrong
+        raise NotImplementedError(f"attention with {', '.join(unknown)}")
     B, H, T, D = query_BHTD.shape
     K = key_BKSD.shape[1]
     G = H // K

@@ -19,12 +19,12 @@ from transformers import Cache
 
 from draftheads.recipes.schema import RecipeError
 
-BUCKET = 64
+BUCKET = {"cpu": 16}  # slots; a CPU pays for every slot it reads, elsewhere repeating shapes matter more
 
 
 class SlotCache(Cache):
     """`lengths` is the host's list, `lengths_B` the same on the device (int64). Buffers appear at the first forward, zeroed: a masked
-    slot still meets the softmax's zero, and 0 · NaN is NaN."""
+    slot still meets the softmax's zero, and 0 · NaN is NaN. They are inference tensors, written under inference_mode only."""
 
     def __init__(self, batch: int, max_len: int, device: torch.device | str = "cpu") -> None:
         super().__init__(layers=[])
@@ -43,12 +43,14 @@ class SlotCache(Cache):
 
     def view(self, used: int) -> int:
         """How many slots attention reads when `used` are in use: rounded up, so that shapes (and captured graphs) repeat."""
-        return min(self.max_len, -(-used // BUCKET) * BUCKET)
+        bucket = BUCKET.get(self.device.type, 64)
+        return min(self.max_len, -(-used // bucket) * bucket)
 
     def prepare(self, rows: slice, starts: list[int], tokens: int, used: int) -> None:
         """Say where the next forward writes (slots starts[b] … starts[b]+tokens−1) and how many slots it reads."""
         if max(starts) + tokens > self.max_len:
-            raise RecipeError(f"{max(starts)} cached + {tokens} new tokens do not fit the cache of {self.max_len}: shorten the prompt or raise max_len")
+            found = f"{max(starts)} cached + {tokens} new tokens"
+            raise RecipeError(f"{found} do not fit the cache of {self.max_len}: shorten the prompt or raise max_len")
         self._rows, self._used = rows, used
         if min(starts) == max(starts):
             self._start, self._stop, self._slots = starts[0], starts[0] + tokens, None
@@ -89,6 +91,7 @@ class SlotCache(Cache):
                 raise ValueError(f"row {row}: {self.lengths[row]} tokens committed to a cache of {self.max_len}")
         self.lengths_B[rows] += torch.tensor(counts, device=self.device)
 
+    @torch.inference_mode()
     def commit(self, rows: slice, nodes_BM: Tensor, counts: list[int]) -> None:
         """Keep a path of the last tree: nodes_BM int64 [B,M], tree indices in path order, root included, of which counts[b] count."""
         M = nodes_BM.shape[1]
@@ -104,6 +107,7 @@ class SlotCache(Cache):
                 buffer[row_B1, :, goal_BM] = buffer[row_B1, :, source_BM]
         self.advance(rows, counts)
 
+    @torch.inference_mode()
     def move(self, source: int, to: int) -> None:
         """Row `source` now lives in `to`; `source` becomes empty."""
         if source == to:

@@ -12,7 +12,6 @@ import importlib.util
 import io
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -121,12 +120,15 @@ def _only_cached(source: Source) -> bool:
     try:
         model_info(source.path, revision=source.revision, timeout=5)
     except Exception as error:  # httpx's, huggingface_hub's and OS errors have no common base
-        raise RecipeError(f"cannot get the target {source.name} from the Hub ({_one_line(error)}): check the name and hf auth login, {cure}") from error
+        why = f"cannot get the target {source.name} from the Hub ({_one_line(error)})"
+        raise RecipeError(f"{why}: check the name and hf auth login, {cure}") from error
     return False
 
 
 def _cure(source: Source) -> str:
-    return "check that the folder is complete" if source.local else "check target.name and target.revision, and trust_remote_code if it brings its own code"
+    if source.local:
+        return "check that the folder is complete"
+    return "check target.name and target.revision, and trust_remote_code if it brings its own code"
 
 
 # --- what the config says ------------------------------------------------------------------------------------------------------------------
@@ -135,7 +137,8 @@ def _cure(source: Source) -> str:
 def check_family(config: Any, model_class: Any, name: str) -> None:
     """Refuse families whose state is not one key and value per token."""
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
-    if getattr(model_class, "_is_stateful", False) or any(word in kind for kind in odd for word in ("linear", "mamba", "conv", "recurrent", "hybrid")):
+    recurrent = any(word in kind for kind in odd for word in ("linear", "mamba", "conv", "recurrent", "hybrid"))
+    if getattr(model_class, "_is_stateful", False) or recurrent:
         raise RecipeError(f"{name}: {config.model_type} keeps a recurrent state, which can neither verify a tree nor be rolled back; {SUPPORTED}")
     if odd:
         raise RecipeError(f"{name}: {config.model_type} has layers of type {', '.join(odd)}, whose mask is not known here; {SUPPORTED}")
@@ -165,11 +168,13 @@ def geometry_of(config: Any, vocab_size: int) -> Geometry:
 def check_geometry(wanted: Geometry, found: Geometry, name: str) -> None:
     """The recipe's geometry against the target's; of the rope parameters only those the recipe names."""
     for field in Geometry.model_fields:
-        want, have = getattr(wanted, field), getattr(found, field)
+        want: Any = getattr(wanted, field)
+        have: Any = getattr(found, field)
         if field == "rope_parameters":
             have = {key: value for key, value in have.items() if key in want}
         if want != have:
-            raise RecipeError(f"target.geometry.{field} is {want} in the recipe but {have} in the target {name}: mend the recipe, or leave geometry out")
+            differ = f"target.geometry.{field} is {want} in the recipe but {have} in the target {name}"
+            raise RecipeError(f"{differ}: mend the recipe, or leave geometry out")
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -252,11 +257,9 @@ def converted(gguf: Path, name: str, anew: bool = False) -> Path:
                 with atomic_folder(goal) as part:
                     _convert(gguf, part, name)
     except PermissionError as error:
-        raise RecipeError(f"cannot write the converted target to {goal.parent}: {_one_line(error)}; set XDG_CACHE_HOME to a writable folder") from None
+        raise RecipeError(f"cannot keep the converted target: {_one_line(error)}; set XDG_CACHE_HOME to a writable folder") from None
     except OSError as error:
-        if shutil.disk_usage(goal.parent if goal.parent.exists() else Path.home()).free > 2**30:
-            raise
-        raise RecipeError(f"no room in {goal.parent} for the converted target: {_one_line(error)}; set XDG_CACHE_HOME to another disk") from None
+        raise RecipeError(f"cannot keep the converted target: {_one_line(error)}; set XDG_CACHE_HOME to a disk with room") from None
     return goal
 
 

@@ -53,7 +53,7 @@ class Target:
         self.template_hash = sources.template_hash(tokenizer)
         self._layers = _layers(self.decoder, self.geometry.num_layers, name)
         self._cache_argument = _cache_argument(self.decoder, name)
-        self._attention, self._eager = _attention_kind(model)
+        self._attention, self._eager = _attention_kind(model, self.config)
         self._groups = self.geometry.num_heads // self.geometry.num_kv_heads
         self._layer_types, self._window = _layer_types(self.config)
         self.finish_logits = _self_check(self)
@@ -108,7 +108,6 @@ class Target:
     def new_cache(self, batch: int, max_len: int) -> SlotCache:
         return SlotCache(batch, max_len, self.device)
 
-    @torch.no_grad()
     def extend(
         self, cache: SlotCache, rows: slice, ids_BT: Tensor, *, tree: DraftTree | None = None, taps: Taps = ()
     ) -> tuple[Tensor, Tensor | None]:
@@ -117,7 +116,7 @@ class Target:
         tree None: causal. Otherwise ids_BT are the tree's tokens: position = length + depth, and a node sees its ancestors only.
         Right padding is allowed: the padded tokens' results are garbage, and so is what they wrote behind the tokens that are committed.
         """
-        B, T = ids_BT.shape
+        T = ids_BT.shape[1]
         starts = cache.lengths[rows]
         start_B1 = cache.lengths_B[rows, None]
         equal, used = min(starts) == max(starts), max(starts) + T
@@ -133,7 +132,6 @@ class Target:
             mask_BTS = attention.block_mask(starts, cache.view(used), block_BTT, T, self.device)
         return self.forward(ids_BT, positions_BT, mask_BTS, cache, rows, starts, taps)
 
-    @torch.no_grad()
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, mask_BTS: Tensor | None, cache: SlotCache, rows: slice, starts: list[int], taps: Taps = ()
     ) -> tuple[Tensor, Tensor | None]:
@@ -143,13 +141,14 @@ class Target:
         """
         T = ids_BT.shape[1]
         cache.prepare(rows, starts, T, starts[0] + T if mask_BTS is None else mask_BTS.shape[2])
-        arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
-        with attention.use_attention(self.config, self._attention), _Tapped(self._layers, taps) as tapped:
-            output = self.decoder(
-                input_ids=ids_BT, attention_mask=self._masks(mask_BTS, positions_BT, starts), position_ids=positions_BT, **arguments
-            )
-        final_BTD = output.last_hidden_state
-        return final_BTD, tapped.features(final_BTD)
+        named: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        with torch.inference_mode(), attention.use_attention(self.config, self._attention), _Tapped(self._layers, taps) as tapped:
+            mask = self._masks(mask_BTS, positions_BT, starts)
+            final_BTD = self.decoder(input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, **named).last_hidden_state
+            features_BTF = tapped.features(final_BTD)
+        if not torch.is_inference_mode_enabled():  # ordinary tensors for callers that train on them
+            final_BTD, features_BTF = final_BTD.clone(), None if features_BTF is None else features_BTF.clone()
+        return final_BTD, features_BTF
 
     def logits(self, final: Tensor) -> Tensor:
         """float32 [..., V] from the post-norm state [..., D]: lm_head and what the family does after it (checked when the target was made)."""
@@ -232,9 +231,11 @@ def _cache_argument(decoder: nn.Module, name: str) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
-def _attention_kind(model: Any) -> tuple[str | None, bool]:
+def _attention_kind(model: Any, config: Any) -> tuple[str | None, bool]:
     """(attention implementation to select for our forwards or None for the model's own, whether its masks must be float)."""
-    if not getattr(model, "_supports_sdpa", False):
+    if not getattr(model, "_supports_sdpa", False) or getattr(config, "attn_logit_softcapping", None):
+        # For the model's own forward too: some transformers versions let sdpa drop the softcap, and then the model is not itself.
+        model.set_attn_implementation("eager")
         return "eager", True
     if getattr(model, "_supports_attention_backend", False):
         return attention.NAME, False

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from torch import nn
 
+import tiny
 from draftheads.inference.packed import PackedLinear, PackedSlice, can_pack, pack_linears
 from draftheads.inference.target import Target
 

@@ -6,9 +6,9 @@ The references run the model's own attention without any cache of ours. fp32, ti
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from draftheads.heads.tree import DraftTree
 from draftheads.inference import attention, sources
 from draftheads.inference.target import Target
@@ -384,3 +384,20 @@ def test_not_a_gguf(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match="cannot read the GGUF file|pip install"):
         Target.load(str(tmp_path / "m.gguf"))
     assert not [p for p in (tmp_path / "cache" / "draftheads").iterdir() if not p.name.endswith(".lock")]
+
+
+def test_results_can_be_trained_on_and_modes_can_be_mixed() -> None:
+    target, tree = make("llama"), random_tree(1)
+    cache = target.new_cache(2, 64)
+    with torch.inference_mode():
+        target.extend(cache, ONE, ids(5))
+    cache.advance(ONE, [5])
+    final_BTD, features_BTF = target.extend(cache, ONE, tree.tokens_BN, tree=tree, taps=(1, 2))
+    path = path_to(tree, 0, 10)
+    cache.commit(ONE, torch.tensor([path]), [len(path)])
+    cache.move(0, 1)
+    assert features_BTF is not None
+    head = torch.nn.Linear(128, 64)
+    (head(features_BTF) - final_BTD).square().sum().backward()
+    assert head.weight.grad is not None
+    assert not target.logits(final_BTD).requires_grad
