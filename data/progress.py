@@ -59,7 +59,8 @@ class Progress:
         return left / max(self.speed(), 1e-9)
 
     def state(self) -> str:
-        eta = clock(self.eta_s()) if self.tokens else "--:--"
+        # A prefill or two say nothing about the speed.
+        eta = clock(self.eta_s()) if self.tokens > 0.02 * self.total * self.guess else "--:--"
         return f"{self.speed():.0f} tok/s  ETA {eta}  {self.note}".rstrip()
 
 

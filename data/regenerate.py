@@ -1,6 +1,6 @@
 """One shard: the target answers every turn of some conversations, on its own earlier replies. In: Conversations. Out: Rows, token-exact.
 
-    turn 1 of all ─► decode ─► replies ─► turn 2 of those that have one ─► decode ─► …
+    first turns ─► queue ─► decode ─► reply ─► the conversation's next turn ─► queue …
 
 Each answered turn is a row of its own: the prompt's ids as they were sent, then the ids as they were produced. Nothing is re-tokenised on
 the way to training. Existing assistant turns are replaced. A row's temperature and seed depend on its id only, so neither does its
@@ -10,7 +10,7 @@ answer depend on what else is in the shard.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,13 +53,26 @@ def regenerate(
     target: Target, conversations: Sequence[Conversation], data: DataSection, taps: Taps | None, on_round: Callable[[Round], None] = lambda _: None
 ) -> Regenerated:
     """Answer every turn. taps: capture these states (None: no states)."""
-    result = Regenerated()
-    rows: dict[str, list[Row]] = {c.id: [] for c in conversations}
-    talks = [_begin(c) for c in conversations]
-    while talks:
-        talks = _wave(target, talks, data, taps, on_round, result, rows)
-    result.rows = [row for c in conversations for row in rows[c.id]]
-    return result
+    work = _Work(target, data)
+    # Longest prompts first: prompts of like lengths are prefilled together, and the last to finish are short ones.
+    requests = sorted((r for c in conversations if (r := work.request(_begin(c))) is not None), key=lambda r: (-len(r.prompt_ids), r.id))
+    work.queue.extend(requests)
+    longest = max((len(r.prompt_ids) for r in requests), default=0)
+    if any(talk.waiting for talk in work.talks.values()):
+        longest = prompt_room(target, data)  # later prompts hold replies of unknown length
+    limits = Limits(max_new_tokens=data.max_new_tokens, max_len=longest + data.max_new_tokens)
+    batch_size = max(1, min(data.batch_size, len(requests)))
+    options: dict[str, Any] = {"batch_size": batch_size, "capture_taps": taps}
+    try:
+        while work.queue:  # once, if decode reads its requests as late as it says
+            for event in decode(target, NoDrafter(), _Lazy(work.queue), Sampling(top_k=data.top_k, top_p=data.top_p), limits, **options):
+                on_round(event)
+                for completion in event.finished:
+                    work.finish(completion)
+    except torch.OutOfMemoryError:
+        raise RecipeError(f"out of memory on {target.device} while answering {batch_size} prompts at once; lower data.batch_size") from None
+    work.result.rows = [row for c in conversations for row in work.rows.get(c.id, [])]
+    return work.result
 
 
 def turns(conversation: Conversation) -> int:
@@ -105,48 +118,51 @@ def _row_id(talk: _Talk) -> str:
     return talk.conversation.id if turns(talk.conversation) == 1 else f"{talk.conversation.id}@{talk.turn}"
 
 
-def _wave(target: Target, talks: list[_Talk], data: DataSection, taps: Taps | None, on_round: Callable[[Round], None], result: Regenerated,
-          rows: dict[str, list[Row]]) -> list[_Talk]:
-    """Answer the next turn of each; returns the conversations that go on."""
-    requests, by_id = _requests(target, talks, data, result)
-    if not requests:
-        return []
-    sampling = Sampling(top_k=data.top_k, top_p=data.top_p)
-    longest = max(len(r.prompt_ids) for r in requests)
-    limits = Limits(max_new_tokens=data.max_new_tokens, max_len=longest + data.max_new_tokens)
-    batch_size = min(data.batch_size, len(requests))
-    going_on = []
-    try:
-        for round in decode(target, NoDrafter(), requests, sampling, limits, batch_size=batch_size, capture_taps=taps):
-            on_round(round)
-            for completion in round.finished:
-                talk = by_id[completion.request.id]
-                row = _row(target, completion, talk, data, result)
-                if row is None:
-                    continue
-                rows[talk.conversation.id].append(row)
-                if talk.waiting:
-                    going_on.append(_next(talk, row.extra["answer"]))
-    except torch.OutOfMemoryError:
-        raise RecipeError(f"out of memory on {target.device} while answering {batch_size} prompts at once; lower data.batch_size") from None
-    return sorted(going_on, key=lambda t: t.conversation.id)
+class _Lazy:
+    """Requests as they come up: a queue that is empty now may hold a conversation's next turn after the next round."""
+
+    def __init__(self, queue: deque[Request]) -> None:
+        self.queue = queue
+
+    def __iter__(self) -> _Lazy:
+        return self
+
+    def __next__(self) -> Request:
+        if not self.queue:
+            raise StopIteration
+        return self.queue.popleft()
 
 
-def _requests(target: Target, talks: list[_Talk], data: DataSection, result: Regenerated) -> tuple[list[Request], dict[str, _Talk]]:
-    """Longest prompts first: prompts of like lengths are prefilled together, and the last to finish are short ones."""
-    room = prompt_room(target, data)
-    requests, by_id = [], {}
-    for talk in talks:
-        ids = prompt_ids(target.tokenizer, talk.conversation, talk.history)
-        if len(ids) > room:
+class _Work:
+    """The state of one shard: talks by row id, rows by conversation."""
+
+    def __init__(self, target: Target, data: DataSection) -> None:
+        self.target, self.data, self.room = target, data, prompt_room(target, data)
+        self.result = Regenerated()
+        self.queue: deque[Request] = deque()
+        self.talks: dict[str, _Talk] = {}
+        self.rows: dict[str, list[Row]] = {}
+
+    def request(self, talk: _Talk) -> Request | None:
+        """The next turn's request; None, and counted, where its prompt is too long."""
+        ids = prompt_ids(self.target.tokenizer, talk.conversation, talk.history)
+        if len(ids) > self.room:
             later = "" if talk.turn == 1 else "later turn's "
-            result.dropped[f"{later}prompt longer than {room} tokens"] += 1
-            continue
-        row_id = _row_id(talk)
-        by_id[row_id] = talk
-        requests.append(Request(row_id, tuple(ids), seed=row_seed(data.seed, row_id),
-                                temperature=pick_temperature(data.temperature, data.seed, row_id)))
-    return sorted(requests, key=lambda r: (-len(r.prompt_ids), r.id)), by_id
+            self.result.dropped[f"{later}prompt longer than {self.room} tokens"] += 1
+            return None
+        row_id, seed = _row_id(talk), self.data.seed
+        self.talks[row_id] = talk
+        return Request(row_id, tuple(ids), seed=row_seed(seed, row_id), temperature=pick_temperature(self.data.temperature, seed, row_id))
+
+    def finish(self, completion: Completion) -> None:
+        """Keep the row; put the conversation's next turn at the head of the queue, so that long conversations don't end alone."""
+        talk = self.talks[completion.request.id]
+        row = _row(self.target, completion, talk, self.data, self.result)
+        if row is None:
+            return
+        self.rows.setdefault(talk.conversation.id, []).append(row)
+        if talk.waiting and (request := self.request(_next(talk, row.extra["answer"]))) is not None:
+            self.queue.appendleft(request)
 
 
 def _row(target: Target, completion: Completion, talk: _Talk, data: DataSection, result: Regenerated) -> Row | None:

@@ -52,6 +52,7 @@ def test_massive_activations_survive_fp16():
     unit_SF, rms_SK = normalise(raw_SF, 576)
     assert unit_SF.dtype == torch.float16
     assert rms_SK.shape == (50, 2)
+    torch.testing.assert_close(rms_SK, raw_SF.view(50, 2, 576).square().mean(-1).sqrt())  # each tap has its own
     back_SF = restore(unit_SF, rms_SK)
     assert torch.isfinite(back_SF).all()
     assert ((back_SF - raw_SF).abs() <= raw_SF.abs() * 2**-10 + rms_SK.repeat_interleave(576, 1) * 1e-7).all()

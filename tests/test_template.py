@@ -119,6 +119,13 @@ def test_next_header_as_end_of_turn_is_supervised_when_it_is_an_end_id():
     assert spans(tokenizer, CHAT, eos_ids={1}) == ["hello<|im_start|>", "bye now"]
 
 
+def test_turn_end_that_the_tokenizer_does_not_call_eos():
+    """Base tokenizers name another end; only the template shows what ends a turn, and the newline behind it is not the target's."""
+    tokenizer = with_template(tiny.CHATML)
+    tokenizer.eos_token = "<pad>"
+    assert spans(tokenizer, CHAT) == ["hello<|im_end|>", "bye now<|im_end|>"]
+
+
 def test_a_template_that_rewrites_the_answer_is_refused():
     with pytest.raises(RecipeError, match="rewrites its content.*generation"):
         answer_mask(with_template("{% for m in messages %}{{ m['role'] + m['content'] | upper }}{% endfor %}"), CHAT)
@@ -194,6 +201,8 @@ def test_a_token_of_prompt_and_answer_is_not_the_answers_but_a_blank_may_lead():
     # "\n" + "h" in one token: after the prompt as sent the target cannot produce it.
     merged = bpe(tiny.CHATML, [("\n", "h")])
     assert spans(merged, TALK[1:3]) == ["ello<|im_end|>"]
+    # The answer's last letter and the newline behind it in one token.
+    assert spans(bpe(ENDLESS, [("o", "\n")]), TALK[1:3]) == ["hell"]
     # " h" where the template has no generation prompt, so the blank is no one's.
     loose = bpe(HEADER, [(" ", "h")])
     assert spans(loose, TALK[1:3]) == [" hello<|im_end|>"]
