@@ -84,7 +84,9 @@ class TrainSection(Section):
     supervise: Literal["answers", "all"] = "answers"
     normalise: Literal["sequence", "token"] = "sequence"
     drop_out_of_vocab: bool = Field(False, description="leave slots whose true token is outside the draft vocabulary out of the loss")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon for the matrices, AdamW for the rest")
     lr: float = Field(1e-4, gt=0)
+    muon_lr: float = Field(0.02, gt=0, description="peak rate of the matrices under muon; follows the same schedule")
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(0.5, gt=0)
@@ -216,7 +218,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
+    return yaml.load(text, Loader=_Loader)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

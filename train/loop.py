@@ -1,6 +1,6 @@
 """fit: the only training loop, for one process or many, whatever the head.
 
-    schedule ─► step s: batch (seed, epoch, index), unroll steps, rate ─► micro-batches: forward, backward ─► clip ─► AdamW ─► log, state
+    schedule ─► step s: batch (seed, epoch, index), unroll steps, rate ─► micro-batches: forward, backward ─► clip ─► optimizer ─► log, state
 
 A step's batch is a pure function of the recipe and the rows' lengths: the same for every number of processes, and after a resumption.
 """
@@ -15,24 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from draftheads.recipes.schema import Recipe, RecipeError, TrainSection
+from draftheads.recipes.schema import Recipe, RecipeError
 from draftheads.train.examples import Examples, key
 from draftheads.train.figures import Window, summarise
+from draftheads.train.optimizers import make_optimizer
 from draftheads.train.resume import State, load_state, save_state
 from draftheads.train.step import TrainStep
 from draftheads.train.timetable import Schedule, costs, rate, unroll_steps
 from draftheads.train.trackers import Trackers, View
 
 SAVE_EVERY_S = 120.0  # beside train.checkpoint_every, where it costs little: a state changes nothing but what a kill costs
-
-
-def make_optimizer(parameters: list[nn.Parameter], train: TrainSection) -> torch.optim.AdamW:
-    """AdamW; only matrices decay."""
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=train.betas)
 
 
 def fit(
@@ -64,7 +57,7 @@ def fit(
             # ------------------------------------------------------------ one training step
             torch.manual_seed(key(train.seed, done, accelerator.process_index))
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_scale"]
             for number, rows in enumerate(micros):
                 aligned, chunks = examples.prepare(rows, steps=steps, step=done)
                 aligned, chunks = aligned.to(accelerator.device), [c.to(accelerator.device) for c in chunks]
