@@ -24,7 +24,7 @@ from draftheads.heads.checkpoint import load_head
 from draftheads.inference.decode import complete
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.drafters.head import HeadDrafter
-from draftheads.inference.metrics import tau
+from draftheads.inference.metrics import all_rounds, tau
 from draftheads.inference.requests import Limits, Request
 from draftheads.inference.target import Target
 from draftheads.recipes.schema import Recipe, RecipeError, TrainSection
@@ -325,7 +325,8 @@ def store_taps(recipe, target):
 
 def write_recipe(folder: Path, train: dict | None = None, **sections) -> Path:
     tiny.save(folder / "target", num_hidden_layers=8)
-    lines = [{"id": f"p{i}", "category": "ab"[i % 2], "messages": [{"role": "user", "content": f"say {i} things {'x' * (i % 7)}"}]} for i in range(16)]
+    texts = [f"say {i} things {'x' * (i % 7)}" for i in range(16)]
+    lines = [{"id": f"p{i}", "category": "ab"[i % 2], "messages": [{"role": "user", "content": text}]} for i, text in enumerate(texts)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     raw = {
         "run": str(folder / "run"), "target": {"name": "./target", "dtype": "float32"},
@@ -492,9 +493,10 @@ def test_overfitting_turns_into_accepted_tokens(distilled, tmp_path):
     requests = [Request(r.id, tuple(r.ids[: int((~r.flags).sum())].tolist())) for r in rows]
     done = complete(target, HeadDrafter(head, target), requests, limits=Limits(max_new_tokens=16, max_len=256), batch_size=4, plan=Plan(gamma=3))
     assert [c.tokens for c in done] == [r.ids[r.flags].tolist() for r in rows]
-    print("expected", figures["tau"], "measured", tau(done))
-    assert tau(done) >= 0.9 * 4
-    assert tau(done) == pytest.approx(figures["tau"], abs=0.3)
+    measured = tau(all_rounds(done))
+    print(f"expected {figures['tau']:.2f}, measured {measured:.2f}")
+    assert measured >= 0.9 * 4
+    assert measured == pytest.approx(figures["tau"], abs=0.3)
 
 
 # --- trackers ----------------------------------------------------------------------------------------------------------------------------
@@ -538,7 +540,7 @@ def command(recipe: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> li
 
 
 def call(words: list[str], **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, timeout=300, check=False)
+    return subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, timeout=900, check=False)
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
@@ -629,7 +631,7 @@ def test_kill_9_and_the_same_command_give_the_same_checkpoint(distilled, straigh
     words = command(path, f"run={run_dir}", "train.checkpoint_every=1")
     sign = {"distil": "distill/shard-00000.json", "step 4": "ckpt/state-000004", "step 9": "ckpt/state-000009"}[moment]
     victim = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (run_dir / sign).exists():
         assert victim.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
@@ -655,7 +657,28 @@ def test_sigterm_leaves_a_state_and_code_143(distilled, tmp_path):
         assert victim.poll() is None, victim.stderr.read()
         time.sleep(0.05)
     victim.terminate()
-    _, said = victim.communicate(timeout=60)
+    _, said = victim.communicate(timeout=300)
     assert victim.returncode == 143
     assert "stopped by SIGTERM" in said
     assert newest_state(tmp_path / "run/ckpt")[0].step >= 1
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_does_not_leave_training_behind(distilled, straight, tmp_path):
+    """accelerate's launcher, killed, leaves its child alone: it must notice, save and go, and the same command must wait for it, then go on."""
+    path = tmp_path / "r.yaml"
+    path.write_text(distilled.dump())
+    new_run(distilled, tmp_path / "run")
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+                "--dynamo_backend", "no")
+    words = command(path, f"run={tmp_path / 'run'}", "train.checkpoint_every=1", launcher=launcher)
+    victim = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "run/ckpt/state-000002").exists():
+        assert victim.poll() is None, "it ended before it could be killed"
+        time.sleep(0.005)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    done = call(words)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stderr
+    assert weights(Recipe.model_validate(distilled.model_dump() | {"run": str(tmp_path / "run")})) == weights(straight)
