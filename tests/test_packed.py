@@ -103,3 +103,25 @@ def test_joined_products_do_not_go_stale() -> None:
         x.copy_(other)  # the same tensor with new content
         torch.testing.assert_close(net.a(x), a_other)
         torch.testing.assert_close(net.b(x), b_other)
+
+
+@pytest.mark.slow
+def test_real_target_is_the_same_at_every_width() -> None:
+    pytest.importorskip("gguf")
+    target, plain = Target.load("smollm2-135m"), Target.load("smollm2-135m", packed=False)
+    assert target.packed
+    text = target.tokenizer.apply_chat_template([{"role": "user", "content": "Write a short story about a lighthouse."}], tokenize=False)
+    prompt = target.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        expected_TV = plain.model(prompt).logits[0, 16:32]
+    for width in (1, 4, 8, 16):
+        cache = target.new_cache(1, 64)
+        target.extend(cache, ONE, prompt[:, :16])
+        cache.advance(ONE, [16])
+        rows = []
+        for start in range(16, 32, width):
+            rows.append(target.logits(target.extend(cache, ONE, prompt[:, start : start + width])[0])[0])
+            cache.advance(ONE, [width])
+        found_TV = torch.cat(rows)
+        torch.testing.assert_close(found_TV, expected_TV, rtol=0, atol=2e-4)
+        assert torch.equal(found_TV.argmax(-1), expected_TV.argmax(-1))
