@@ -126,12 +126,12 @@ def _fingerprint(path: Path) -> str | None:
 
 
 def _weights_probe(target: Target) -> str:
-    """A few numbers of every parameter that is still in place (packed ones are not): tells models in memory apart."""
+    """A few numbers of embedding, lm_head and norms (packing leaves those alone): tells models in memory, and replaced files, apart."""
+    tensors = [target.embed_VD, target.lm_head_VD, *(p for name, p in target.model.named_parameters() if "norm" in name)]
     digest = hashlib.sha256()
-    for name, parameter in target.model.named_parameters():
-        flat = parameter.detach().flatten()
-        probe = torch.cat([flat[:8], flat[len(flat) // 2 :][:8], flat[-8:]]).float().cpu()
-        digest.update(name.encode() + probe.numpy().tobytes())
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
+        digest.update(torch.cat([flat[:8], flat[len(flat) // 2 :][:8], flat[-8:]]).float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

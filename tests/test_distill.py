@@ -295,6 +295,14 @@ def test_another_target_in_memory_reuses_nothing(tmp_path, target):
     assert distill(recipe_of(tmp_path, features="online"), target=other, progress=False).hash != first.hash
 
 
+def test_packing_the_weights_is_no_change_of_target(tmp_path, target):
+    recipe = recipe_of(tmp_path, features="online")
+    first = distill(recipe, target=target, progress=False)
+    packed = Target.from_model(tiny.model(), tiny.tokenizer(), packed=True)
+    assert distill(recipe, target=packed, progress=False).hash == first.hash
+    assert not list((tmp_path / "run").glob("distill.before-*"))
+
+
 def test_batch_size_may_change_between_shards(tmp_path, target):
     distill(recipe_of(tmp_path), target=target, until_shards=1, progress=False)
     times = (tmp_path / "run/distill/shard-00000.json").stat().st_mtime_ns
