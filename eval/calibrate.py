@@ -68,7 +68,9 @@ def _measure_costs(work: Evaluation, drafting: dict[str, Drafter]) -> Costs:
     by_length = sorted(work.calibration, key=lambda p: len(p.ids))
     middle = len(by_length) // 2
     block = work.requests((by_length[middle:] + by_length[:middle])[: work.section.batch_size])
-    samples = measure.sample_costs(work.target, drafting, block, longest=LONGEST, rounds=ROUNDS, repeats=REPEATS, on_pass=lambda: work.progress.advance(1))
+    samples = measure.sample_costs(
+        work.target, drafting, block, longest=LONGEST, rounds=ROUNDS, repeats=REPEATS, on_pass=lambda: work.progress.advance(1)
+    )
     work.progress.finish()
     return Costs.from_json(measure.fit_costs(samples, LONGEST))
 

@@ -45,7 +45,8 @@ def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_a
     drafter = subject.load_drafters(checkpoint, target, [ask.drafter], section.ngram)[ask.drafter]
     lengths = {"ngram": section.ngram.gamma} | ({"head": ask.gamma} if ask.drafter != "ngram" else {})
     gamma = subject.set_gamma(drafter, lengths)
-    messages = [{"role": "system", "content": ask.system}] * (ask.system is not None) + [{"role": "user", "content": ask.text}]
+    system = [] if ask.system is None else [{"role": "system", "content": ask.system}]
+    messages = [*system, {"role": "user", "content": ask.text}]
     ids = tuple(render(target.tokenizer, messages, add_generation_prompt=True))
     limits = Limits(ask.max_new_tokens, min(len(ids) + ask.max_new_tokens + 16, target.geometry.max_positions), ask.stop)
     writer = Writer(target.tokenizer, show_accepted=show_accepted, silent=silent, hidden=target.eos_ids)

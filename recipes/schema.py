@@ -99,7 +99,7 @@ class TrainSection(Section):
     loss_chunk: int = Field(2048, ge=1, description="slots whose draft logits exist at one time")
     checkpoint_every: int = Field(200, ge=1, description="optimizer steps between resumable checkpoints")
     keep: int = Field(2, ge=1)
-    log: list[Literal["jsonl", "tensorboard", "wandb"]] = Field(default_factory=lambda: ["jsonl"])
+    log: list[Literal["jsonl", "tensorboard", "wandb"]] = ["jsonl"]
     log_every: int = Field(10, ge=1)
     seed: int = 0
 
@@ -122,7 +122,7 @@ class EvalSection(Section):
     per_category: int | None = Field(None, ge=1)
     categories: list[str] | None = None
     max_new_tokens: int = Field(96, ge=1)
-    drafters: list[Literal["none", "ngram", "head", "composite"]] = Field(default_factory=lambda: ["none", "ngram", "head", "composite"])
+    drafters: list[Literal["none", "ngram", "head", "composite"]] = ["none", "ngram", "head", "composite"]
     gamma: int | Literal["auto"] = Field("auto", description="draft length of the timed runs; auto: chosen from the measured costs")
     tau_gamma: int = Field(4, ge=1, description="draft length at which the head's τ is reported")
     ngram: NgramSection = NgramSection()
@@ -247,7 +247,9 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         raise RecipeError(f"--set wants section.key=value, found {item!r}")
     node = raw
     for part in parts[:-1]:
-        node = node.setdefault(part, {}) if node.get(part) is not None else node.__setitem__(part, {}) or node[part]
+        if node.get(part) is None:  # absent, or a section left empty in the file
+            node[part] = {}
+        node = node[part]
         if not isinstance(node, dict):
             raise RecipeError(f"--set {item}: {part!r} is not a section")
     try:
