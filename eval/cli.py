@@ -250,9 +250,12 @@ def train(
     from draftheads.eval.launch import training_command
 
     _load(recipe, overrides)
-    command = training_command(recipe, overrides, processes)
     import shlex
     import subprocess
+
+    import torch
+
+    command = training_command(recipe, overrides, processes, cuda=torch.cuda.is_available())
 
     print(shlex.join(command), file=sys.stderr, flush=True)
     if not dry_run:

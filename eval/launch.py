@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,17 @@ from pathlib import Path
 from draftheads.recipes.schema import RecipeError
 
 
-def training_command(recipe: Path, overrides: Sequence[str], processes: int) -> list[str]:
+def training_command(recipe: Path, overrides: Sequence[str], processes: int, *, cuda: bool) -> list[str]:
     """`accelerate launch train/eagle.py --recipe …`, by this interpreter and with the train/ of this installation."""
     spec = importlib.util.find_spec("draftheads.train.eagle")
     if spec is None or spec.origin is None:
         raise RecipeError("draftheads.train.eagle is not installed: install the package again (pip install -e .)")
-    # --cpu with --num_processes 2 silently runs one process; --multi_gpu starts them on CPUs too, and the script then picks its device.
-    several = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"] if processes > 1 else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), *several, spec.origin, "--recipe", str(recipe)]
+    options = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    if processes > 1:
+        options.append("--multi_gpu")  # on CPUs too: --cpu with several processes silently starts one
+    elif not cuda:
+        options.append("--cpu")
+    if not cuda:  # accelerate would set one thread
+        options += ["--num_cpu_threads_per_process", str(max(1, len(os.sched_getaffinity(0)) // processes))]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, spec.origin, "--recipe", str(recipe)]
     return command + [part for item in overrides for part in ("--set", item)]

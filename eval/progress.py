@@ -52,11 +52,15 @@ class Progress:
         now = time.monotonic()
         rate = self.done / max(now - self.began, 1e-9)
         if self.bar is not None:
-            self.bar.update(self.task, completed=min(self.done, self.total), rate=f"{rate:.0f} {self.unit}/s")
+            self.bar.update(self.task, completed=min(self.done, self.total), rate=self._rate(rate))
         elif not self.quiet and now - self.spoke > EVERY:
             self.spoke = now
             left = (self.total - self.done) / rate if rate else 0
-            print(f"  {self.label}: {self.done / self.total:.0%}, {rate:.0f} {self.unit}/s, about {left:.0f} s left", file=sys.stderr, flush=True)
+            text = f"  {self.label}: {self.done / max(self.total, 1):.0%}, about {left:.0f} s left {self._rate(rate)}"
+            print(text.rstrip(), file=sys.stderr, flush=True)
+
+    def _rate(self, rate: float) -> str:
+        return f"({rate:.0f} tokens/s)" if self.unit == "tokens" else ""
 
     def finish(self) -> None:
         self.done = self.total

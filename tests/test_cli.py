@@ -201,9 +201,12 @@ def test_plan_without_geometry_says_what_to_add(tmp_path):
 
 
 def test_training_command_starts_as_many_processes_as_asked():
-    one = training_command(Path("r.yaml"), ["train.lr=1e-3"], 1)
+    one = training_command(Path("r.yaml"), ["train.lr=1e-3"], 1, cuda=False)
     assert one[-4:] == ["--recipe", "r.yaml", "--set", "train.lr=1e-3"]
-    assert one[one.index("--num_processes") + 1] == "1"
     assert one[-5].endswith("eagle.py")
-    assert "--multi_gpu" in training_command(Path("r.yaml"), [], 2)
-    assert "--cpu" not in training_command(Path("r.yaml"), [], 2)
+    assert "--cpu" in one
+    two = training_command(Path("r.yaml"), [], 2, cuda=False)
+    assert two[two.index("--num_processes") + 1] == "2"
+    assert "--multi_gpu" in two
+    assert "--cpu" not in two  # with it, accelerate starts one process and says nothing
+    assert "--cpu" not in training_command(Path("r.yaml"), [], 1, cuda=True)

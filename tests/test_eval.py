@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import jsonschema
@@ -25,7 +26,7 @@ from draftheads.heads.checkpoint import HeadMeta, save_head
 from draftheads.inference import measure
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.drafters.none import NoDrafter
-from draftheads.inference.requests import Limits, Request, RoundStat, Sampling
+from draftheads.inference.requests import Completion, Limits, Request, Round, RoundStat, Sampling
 from draftheads.inference.target import Target
 from draftheads.recipes.schema import RecipeError
 
@@ -304,6 +305,24 @@ def test_timing_leaves_out_prefill_and_first_tokens(target_folder):
     theirs = measure.timed_generate(measure.plain_model(target), requests, Sampling(), limits, eos_ids=(), pad_id=3)
     assert [c.tokens for c in theirs.completions] == [c.tokens for c in ours.completions]
     assert theirs.decode_tokens == 14
+
+
+def test_clock_ticks_between_yields_and_stops_for_prefills(monkeypatch):
+    """Whatever a round costs is in, wherever in the loop it is spent; a consumer's time and prefills are not."""
+    row = Completion(Request("a", (5,)), [1, 2, 3], "length")
+
+    def stub(*_, **__):
+        time.sleep(0.2)
+        yield Round({}, {}, [], width=0)
+        for finished in ([], [row]):
+            time.sleep(0.02)
+            yield Round({}, {}, finished, width=1)
+
+    monkeypatch.setattr(measure, "decode", stub)
+    cpu = type("T", (), {"device": torch.device("cpu")})
+    timed = measure.timed_decode(cpu, NoDrafter(), [row.request], Sampling(), Limits(), plan=Plan(), on_round=lambda r: time.sleep(0.3))
+    assert 0.04 <= timed.decode_s < 0.2 <= timed.prefill_s < 0.5
+    assert timed.decode_tokens == 2
 
 
 def test_filler_gives_every_width(target_folder):

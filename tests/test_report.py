@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import re
+import xml.etree.ElementTree
 
 import jsonschema
 import pytest
@@ -166,6 +167,19 @@ def test_page_is_one_file_without_scripts_and_escapes_what_the_model_wrote():
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
     text = render_markdown(report([hostile], trace=trace))
     assert "<img" not in text
+
+
+def test_drawings_are_well_formed_and_stay_on_their_canvas():
+    named = [("math", 0.5), ("<code> & more than fits", 2.9), ("math", 0.7)]
+    page = render_html(report([block(i, name, speed=s) for i, (name, s) in enumerate(named)]))
+    drawings = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(drawings) == 5
+    for drawing in drawings:
+        root = xml.etree.ElementTree.fromstring(drawing)
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        for item in root.iter():
+            for names, limit in ((("x", "cx", "x1", "x2"), width), (("y", "cy", "y1", "y2"), height)):
+                assert all(0 <= float(item.attrib.get(name, 0)) <= limit for name in names), (item.tag, item.attrib)
 
 
 def test_trace_colours_say_who_drafted():

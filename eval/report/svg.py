@@ -118,7 +118,8 @@ def _svg(title: str, body: list[str], height: float) -> Markup:
 
 
 def _label(text: str, y: float) -> str:
-    return f'<text x="{LABEL - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
+    short = text if len(text) <= 14 else text[:13] + "…"
+    return f'<text x="{LABEL - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(short)}<title>{escape(text)}</title></text>'
 
 
 class Scale:
