@@ -59,11 +59,6 @@ class Row:
     def room(self) -> int:
         return self.limit - len(self.tokens)
 
-    @property
-    def length(self) -> int:
-        """Tokens of the row that are in the target's cache: all but the newest."""
-        return len(self.request.prompt_ids) + len(self.tokens) - 1
-
     def add(self, block: list[int], eos_ids: Collection[int], stops: StopStrings | None) -> list[int]:
         """Append a block; returns what was kept of it, and sets finish_reason if this was the end."""
         kept, reason = (block, None) if len(block) < self.room else (block[: self.room], "length")

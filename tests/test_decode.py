@@ -390,6 +390,16 @@ def test_drafters_see_each_token_with_the_feature_before_it(shape: str) -> None:
         torch.testing.assert_close(torch.cat(stub.features[request.prompt_ids])[: len(ids) - 1], expected, atol=2e-4, rtol=1e-4)
 
 
+def test_drafters_follow_rows_that_move() -> None:
+    """The first slots end first and no request is left: the last rows move down, twice, and go on being drafted for."""
+    asked = [replace(r, max_new_tokens=n) for r, n in zip(requests(5, 6, 7, 8), (4, 9, 30, 30), strict=True)]
+    stub = Replay({r.prompt_ids: plain("llama", r.prompt_ids) for r in asked}, taps=(2,))
+    found = complete(target(), Composite(stub, NgramDrafter(1, 3)), asked, limits=Limits(99, 128, ignore_eos=True), batch_size=4)
+    for request, done in zip(asked, found, strict=True):
+        assert done.tokens == stub.seen[request.prompt_ids][: len(done.tokens)] == plain("llama", request.prompt_ids)[: request.max_new_tokens]
+        assert all(r.accepted == r.drafted > 0 for r in done.rounds[:-1])
+
+
 @pytest.mark.parametrize("stub", ["none", "chain", "tree"])
 def test_captured_states_are_those_of_a_teacher_forced_pass(stub: str) -> None:
     asked = requests(5, 11, 3, 8, 6)
