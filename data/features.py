@@ -264,7 +264,8 @@ class _Shard:
         self.starts = [0]
         for length in lengths:
             self.starts.append(self.starts[-1] + length)
-        self.metas = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        # Not splitlines(): JSON strings may hold U+2028 and its kin, which are no line ends here.
+        self.metas = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").split("\n") if line]
 
     def tokens(self, row: int) -> tuple[Tensor, Tensor]:
         span = slice(self.starts[row], self.starts[row + 1])

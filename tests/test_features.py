@@ -24,6 +24,12 @@ def rows(count=7, taps=3, hidden=16, seed=0, scale=1.0):
         )
 
 
+def test_line_separators_inside_a_text_end_no_line(tmp_path):
+    row = next(rows())
+    row.extra = {"answer": "a\u2028b\x85c\u2029d\n\x0ce"}
+    assert [r.extra for r in RowStore.write(tmp_path, [row, row])] == [row.extra] * 2
+
+
 def test_round_trip(tmp_path):
     store = RowStore.write(tmp_path, rows(), shard_rows=3, counts={"dropped": {"x": 1}})
     assert len(store) == 7
