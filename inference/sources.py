@@ -90,7 +90,8 @@ def _load(
                 check_geometry(geometry, geometry_of(text, text.vocab_size), source.name)
             tokenizer = AutoTokenizer.from_pretrained(source.path, **common)
             place = {} if device.type == "cpu" else {"device_map": {"": device}}
-            model = AutoModelForCausalLM.from_pretrained(source.path, config=config, dtype=dtype, **place, **common)
+            # Safetensors only: a pickled checkpoint is refused.
+            model = AutoModelForCausalLM.from_pretrained(source.path, config=config, dtype=dtype, use_safetensors=True, **place, **common)
         except RecipeError:
             raise
         except Exception as error:  # safetensors', tokenizers' and remote code's errors have no common base
@@ -100,13 +101,13 @@ def _load(
 
 def _only_cached(source: Source) -> bool:
     """True if the model is on this disk already. Otherwise ask the Hub once, briefly: transformers itself would retry for half a minute."""
-    from huggingface_hub import constants, model_info, try_to_load_from_cache
+    from huggingface_hub import constants, model_info
 
-    if isinstance(try_to_load_from_cache(source.path, "config.json", revision=source.revision), str):
+    if _in_cache(source, "config.json") and _weights_in_cache(source):
         return True
     cure = "download it beforehand (hf download), or give a folder"
     if constants.HF_HUB_OFFLINE:
-        raise RecipeError(f"the target {source.name} is not in the local cache and the Hub is switched off (HF_HUB_OFFLINE): {cure}")
+        raise RecipeError(f"the target {source.name} is not wholly in the local cache and the Hub is switched off (HF_HUB_OFFLINE): {cure}")
     try:
         model_info(source.path, revision=source.revision, timeout=5)
     except Exception as error:  # httpx's, huggingface_hub's and OS errors have no common base
@@ -115,10 +116,26 @@ def _only_cached(source: Source) -> bool:
     return False
 
 
+def _in_cache(source: Source, file: str) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source.path, file, revision=source.revision)
+    return found if isinstance(found, str) else None
+
+
+def _weights_in_cache(source: Source) -> bool:
+    """All of them: a tokenizer that was loaded alone leaves the config there without them, an interrupted download some of them."""
+    index = _in_cache(source, "model.safetensors.index.json")
+    if index is None:
+        return _in_cache(source, "model.safetensors") is not None
+    shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    return all(_in_cache(source, shard) is not None for shard in shards)
+
+
 def _cure(source: Source) -> str:
     if source.local:
         return "check that the folder is complete"
-    return "check target.name and target.revision, and trust_remote_code if it brings its own code"
+    return "check target.name and target.revision, and --set target.trust_remote_code=true if it brings its own code"
 
 
 # --- what the config says ------------------------------------------------------------------------------------------------------------------

@@ -335,6 +335,33 @@ def test_what_cannot_be_found(name: str, message: str, monkeypatch: pytest.Monke
     assert "\n" not in str(error.value)
 
 
+def test_a_model_of_which_only_a_part_is_cached_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """show-mask loads the tokenizer alone, and downloads are interrupted: neither makes a model that needs no Hub."""
+    index = tmp_path / "index.json"
+    index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+    there: dict[str, str] = {}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file, revision: there.get(file))
+    monkeypatch.setattr("huggingface_hub.model_info", lambda *args, **options: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    source = sources.Source("a/b", "a/b", local=False)
+    steps = [("config.json", "x", False), ("model.safetensors.index.json", str(index), False), ("1.safetensors", "x", False),
+             ("2.safetensors", "x", True)]
+    for file, path, complete in steps:
+        there[file] = path
+        assert sources._only_cached(source) is complete
+    there.clear()
+    there.update({"config.json": "x", "model.safetensors": "x"})
+    assert sources._only_cached(source)
+
+
+def test_pickled_weights_are_refused(tmp_path) -> None:
+    folder = tiny.save(tmp_path / "t")
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny.model().state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(RecipeError, match="cannot load the target"):
+        Target.load(str(folder))
+
+
 def test_incomplete_folder(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecipeError, match="no config.json"):
