@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -52,13 +52,16 @@ class TargetSection(Section):
     geometry: Geometry | None = None
 
 
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class DataSection(Section):
     prompts: str | list[str] = Field("builtin", description="'builtin', or JSONL/Parquet files or a Hub data set")
     limit: int | None = Field(None, ge=1, description="how many prompts, spread evenly over the categories")
     system: str | None = Field(None, description="system prompt for conversations that have none")
     max_prompt_tokens: int = Field(512, ge=1)
     max_new_tokens: int = Field(192, ge=1)
-    temperature: float | list[float] = Field(0.0, description="one, or a mix of which each row gets one")
+    temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)] = Field(0.0, description="one, or a mix of which each row gets one")
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     batch_size: int = Field(32, ge=1)
@@ -116,13 +119,19 @@ class NgramSection(Section):
     max_match: int = Field(5, ge=1)
     gamma: int = Field(8, ge=1, description="tokens copied per round")
 
+    @model_validator(mode="after")
+    def _sizes(self) -> NgramSection:
+        if self.min_match > self.max_match:
+            raise ValueError(f"min_match {self.min_match} is more than max_match {self.max_match}")
+        return self
+
 
 class EvalSection(Section):
     prompts: str | list[str] = "builtin"
     per_category: int | None = Field(None, ge=1)
-    categories: list[str] | None = None
+    categories: list[str] | None = Field(None, min_length=1)
     max_new_tokens: int = Field(96, ge=1)
-    drafters: list[Literal["none", "ngram", "head", "composite"]] = ["none", "ngram", "head", "composite"]
+    drafters: list[Literal["none", "ngram", "head", "composite"]] = Field(["none", "ngram", "head", "composite"], min_length=1)
     gamma: int | Literal["auto"] = Field("auto", description="draft length of the timed runs; auto: chosen from the measured costs")
     tau_gamma: int = Field(4, ge=1, description="draft length at which the head's τ is reported")
     ngram: NgramSection = NgramSection()
