@@ -1,4 +1,4 @@
-"""The DraftHead contract: one module, used by training (`unroll`), decoding (`extend`, `propose_chain`) and export (`state_dict`).
+"""The DraftHead contract: one module, used by training (`unroll`), decoding (`extend`, `draft_chain`) and export (`state_dict`).
 
 Training and drafting run the same layer functions; a test proves that they compute the same numbers.
 
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
@@ -114,9 +113,3 @@ class DraftHead(nn.Module, ABC):
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
-
-
-def scatter_to_target(logits_BU: Tensor, target_ids_U: Tensor, vocab_size: int) -> Tensor:
-    """Draft logits [B,U] → [B,V] with −inf outside the draft vocabulary."""
-    full_BV = logits_BU.new_full((logits_BU.shape[0], vocab_size), float("-inf"))
-    return full_BV.index_copy_(1, target_ids_U.to(torch.long), logits_BU)
