@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,15 +27,18 @@ def plan_blocks(work: Evaluation) -> list[list[Prompt]]:
     return [blocks[i] for i in range(max(map(len, split))) for blocks in split if i < len(blocks)]
 
 
-def also_transformers(count: int, fraction: float) -> set[int]:
-    """Indices of the blocks that transformers runs too: round(count · fraction), evenly spread."""
+def also_transformers(categories: Sequence[str], fraction: float) -> set[int]:
+    """Indices of the blocks that transformers runs too: round(count · fraction), spread over the categories and inside each of them. (Every
+    n-th block would be one category only where their number is a multiple of n.)"""
+    count = len(categories)
+    by_category = sorted(range(count), key=lambda i: categories[i])
     chosen = round(count * fraction) if fraction >= 1 or count * fraction >= 1 else int(fraction > 0)
-    return {int(i * count / chosen) for i in range(chosen)}
+    return {by_category[int(i * count / chosen)] for i in range(chosen)}
 
 
 def run_blocks(work: Evaluation, journal: Journal, blocks: dict[int, Block]) -> None:
     plan = plan_blocks(work)
-    shared = also_transformers(len(plan), work.section.transformers_fraction)
+    shared = also_transformers([block[0].category for block in plan], work.section.transformers_fraction)
     missing = [i for i in range(len(plan)) if i not in blocks]
     if not missing:
         return

@@ -20,8 +20,12 @@ from draftheads.inference.drafters.composite import Composite
 from draftheads.inference.target import Target
 from draftheads.recipes.schema import RecipeError
 
-# Longest draft that is tried, and the prompts and tokens that are spent on it.
-LONGEST, CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 8, 14, 48
+# Draft lengths that are tried. Copies are free to draft and often right to the end, so theirs go further.
+LENGTHS = {"ngram": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), "head": (1, 2, 3, 4, 5, 6, 7, 8)}
+# Drafts of the filler (verify width − 1) and of the drafters in the micro-benchmark.
+FILLERS, TIMED = (1, 2, 3, 4, 5, 6, 8, 12, 16), {"ngram": (1, 8), "head": (1, 4, 8)}
+# Prompts and tokens that are spent on estimating acceptance.
+CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 14, 48
 # Rounds of one pass of the micro-benchmark, and how often all passes are gone through.
 ROUNDS, REPEATS = 8, 2
 
@@ -49,7 +53,7 @@ def choose_costs(work: Evaluation, journal: Journal) -> dict[str, Any]:
         if not sources:
             continue
         if work.section.gamma == "auto":
-            choice = choose_gamma(rounds[name], costs, sources, longest=LONGEST)
+            choice = choose_gamma(rounds[name], costs, {s: LENGTHS[s] for s in sources})
             found["gamma"][name], found["gamma_chosen"], found["predicted"][name] = choice.gamma, "measured", choice.speedup
             found["table"][name] = choice.table if len(sources) == 1 else sorted(choice.table, key=lambda r: -r["speedup"])[:8]
         else:
@@ -60,7 +64,7 @@ def choose_costs(work: Evaluation, journal: Journal) -> dict[str, Any]:
 
 
 def _measure_costs(work: Evaluation, drafting: dict[str, Drafter]) -> Costs:
-    passes = REPEATS * (1 + LONGEST + 3 * len(drafting))
+    passes = REPEATS * (1 + len(FILLERS) + sum(len(TIMED[name]) for name in drafting))
     work.progress.stage("measuring what drafting and verifying cost", passes, "passes")
     for drafter in drafting.values():
         set_gamma(drafter, {})
@@ -68,21 +72,22 @@ def _measure_costs(work: Evaluation, drafting: dict[str, Drafter]) -> Costs:
     by_length = sorted(work.calibration, key=lambda p: len(p.ids))
     middle = len(by_length) // 2
     block = work.requests((by_length[middle:] + by_length[:middle])[: work.section.batch_size])
+    timed = {name: (drafter, TIMED[name]) for name, drafter in drafting.items()}
     samples = measure.sample_costs(
-        work.target, drafting, block, longest=LONGEST, rounds=ROUNDS, repeats=REPEATS, on_pass=lambda: work.progress.advance(1)
+        work.target, timed, block, fillers=FILLERS, rounds=ROUNDS, repeats=REPEATS, on_pass=lambda: work.progress.advance(1)
     )
     work.progress.finish()
-    return Costs.from_json(measure.fit_costs(samples, LONGEST))
+    return Costs.from_json(measure.fit_costs(samples))
 
 
 def _calibrate(work: Evaluation) -> dict[str, list[Any]]:
-    """Rounds of every drafter at γ = LONGEST on the calibration prompts: what choose_gamma cuts down."""
+    """Rounds of every drafter with its longest drafts on the calibration prompts: what choose_gamma cuts down."""
     tokens = min(CALIBRATION_TOKENS, work.section.max_new_tokens)
     names = [n for n in work.drafters if n != "none"]
     work.progress.stage("estimating acceptance for the choice of γ", len(names) * len(work.calibration) * tokens)
     found = {}
     for name in names:
-        rows = work.decode_untimed(name, work.calibration, {"ngram": LONGEST, "head": LONGEST}, work.limits(tokens))
+        rows = work.decode_untimed(name, work.calibration, {source: max(lengths) for source, lengths in LENGTHS.items()}, work.limits(tokens))
         found[name] = [r for c in rows.completions for r in c.rounds]
     work.progress.finish()
     return found

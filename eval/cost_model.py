@@ -29,7 +29,7 @@ class Costs:
     """Measured by inference/measure.py on this machine at one batch size.
 
     t_ar_s  seconds of one autoregressive step (drafter none)
-    v       v[w−1] = verify of w tokens / t_ar
+    v       v[w−1] = verify of w tokens / t_ar; measured at `widths`, interpolated between them
     c       per source ("head", "ngram"): one draft step / t_ar
     o       per source: the rest of the round / t_ar
     """
@@ -38,6 +38,7 @@ class Costs:
     v: tuple[float, ...]
     c: Mapping[str, float] = field(default_factory=dict)
     o: Mapping[str, float] = field(default_factory=dict)
+    widths: tuple[int, ...] = ()
 
     def verify(self, width: int) -> float:
         """v(w); beyond the measured widths the last slope goes on."""
@@ -53,11 +54,11 @@ class Costs:
         return drafted * self.c.get(source, 0.0) + self.verify(drafted + 1) + self.o.get(source, 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "v": list(self.v), "c": dict(self.c), "o": dict(self.o)}
+        return {**asdict(self), "v": list(self.v), "c": dict(self.c), "o": dict(self.o), "widths": list(self.widths)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Costs:
-        return cls(value["t_ar_s"], tuple(value["v"]), dict(value["c"]), dict(value["o"]))
+        return cls(value["t_ar_s"], tuple(value["v"]), dict(value["c"]), dict(value["o"]), tuple(value["widths"]))
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,12 @@ def predict(rounds: Iterable[RoundLike], costs: Costs, gamma: Mapping[str, int] 
     return (tokens / spent, tokens / count) if count else (0.0, 0.0)
 
 
-def choose_gamma(rounds: Sequence[RoundLike], costs: Costs, sources: Sequence[str], *, longest: int) -> Choice:
-    """Try every γ in 1 … longest per source (all combinations) on calibration rounds drafted with γ = longest; ties go to the shorter."""
+def choose_gamma(rounds: Sequence[RoundLike], costs: Costs, lengths: Mapping[str, Sequence[int]]) -> Choice:
+    """Try every combination of the given draft lengths per source on calibration rounds, which must have been drafted with the longest of
+    them; ties go to the shorter."""
     table: list[dict[str, Any]] = []
-    for lengths in product(range(1, longest + 1), repeat=len(sources)):
-        gamma = dict(zip(sources, lengths, strict=True))
+    for combination in product(*lengths.values()):
+        gamma = dict(zip(lengths, combination, strict=True))
         speedup, tau = predict(rounds, costs, gamma)
         table.append({"gamma": gamma, "speedup": speedup, "tau": tau})
     best = max(table, key=lambda row: (round(row["speedup"], 4), -sum(row["gamma"].values())))

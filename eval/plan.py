@@ -120,7 +120,7 @@ def _memory(recipe: Recipe, g: Geometry, sizes: dict[str, int], taps: int, width
     # Packing makes a second copy of the linear weights before the first one goes.
     distilling = weights * (2 if width == 4 else 1) + cache + logits + rows
     steps = max(s.steps for s in train.unroll)
-    tokens = min(train.micro_batch_tokens, max(train.max_len, train.micro_batch_tokens))
+    tokens = max(train.micro_batch_tokens, min(train.max_len, data.max_prompt_tokens + data.max_new_tokens))  # a long row is a micro-batch alone
     activations = tokens * steps * (12 * g.hidden_size + 4 * g.intermediate_size) * 4 + tokens * (taps + 1) * g.hidden_size * 4 * 2
     chunk = train.loss_chunk * (2 * sizes["draft_vocab"]) * 4 * 3
     training = sizes["head_trained"] * 4 * 4 + borrowed + activations + chunk + (weights if data.features == "online" else 0)

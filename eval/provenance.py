@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftheads.eval.work import Evaluation
+from draftheads.recipes.schema import content_hash
 
 
 def settings_of(work: Evaluation) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def settings_of(work: Evaluation) -> dict[str, Any]:
         "checkpoint": work.checkpoint.hashes(), "eval": work.section.model_dump(mode="json"), "target": work.target.name,
         "revision": work.target.revision, "template": work.target.template_hash, "device": work.target.device.type,
         "dtype": work.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "prompts": [p.id for p in work.prompts],
+        "prompts": [p.id for p in work.prompts], "prompt_tokens": content_hash([p.ids for p in work.prompts]),
     }
 
 

@@ -50,6 +50,7 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
     run = run_folder(folder)
     raw = _stored_recipe(folder, run, meta)
     raw["target"] = {**(raw.get("target") or {}), "name": meta.target, "revision": meta.revision}
+    raw["target"].pop("trust_remote_code", None)  # a checkpoint may come from anywhere: it cannot allow itself to run code
     raw.setdefault("head", meta.head)
     for item in overrides:
         apply_override(raw, item)

@@ -176,19 +176,18 @@ class CostSamples:
 
 
 def sample_costs(
-    target: Target, drafters: Mapping[str, Drafter], requests: Sequence[Request], *, longest: int = 8, rounds: int = 8,
-    repeats: int = 2, batch_size: int = 1, on_pass: Callable[[], None] | None = None,
+    target: Target, drafters: Mapping[str, tuple[Drafter, Sequence[int]]], requests: Sequence[Request], *, fillers: Sequence[int],
+    rounds: int = 8, repeats: int = 2, on_pass: Callable[[], None] | None = None,
 ) -> CostSamples:
-    """Rounds of exact width w = 1 … longest+1 by the filler, of drafter none, and of every drafter at γ = 1, longest/2, longest.
+    """Rounds of drafter none, of the filler at each γ of `fillers` (exact verify width γ+1), and of every drafter at each of its γ.
 
-    Greedy, end tokens ignored. All passes are interleaved `repeats` times; the first round of each pass is dropped (caches are cold).
+    Greedy, end tokens ignored, all requests as one batch. The passes are gone through `repeats` times, so that drift meets all of them; the
+    first round of each pass is dropped (caches are cold).
     """
     samples = CostSamples()
-    gammas = sorted({1, max(1, longest // 2), longest})
-    passes: list[tuple[str, Drafter, int]] = [("none", NoDrafter(), 0)]
-    passes += [("filler", Filler(), g) for g in range(1, longest + 1)]
-    passes += [(name, drafter, g) for name, drafter in drafters.items() for g in gammas]
-    block = list(requests)[:batch_size]
+    passes: list[tuple[str, Drafter, int]] = [("none", NoDrafter(), 0), *(("filler", Filler(), g) for g in fillers)]
+    passes += [(name, drafter, g) for name, (drafter, gammas) in drafters.items() for g in gammas]
+    block = list(requests)
     for _ in range(repeats):
         for name, drafter, gamma in passes:
             # Every round writes at least one token: enough room for `rounds` rounds, whatever is accepted.
@@ -212,29 +211,39 @@ def _one_pass(
             continue
         seen += 1
         if seen > 1:
-            if name == "none":
-                samples.step_s.append(r.t_total)
+            if name in ("none", "filler"):
+                samples.verify_s.setdefault(r.width, []).append(r.t_verify)
+                if name == "none":
+                    samples.step_s.append(r.t_total)
             else:
                 samples.rest_s.setdefault(name, []).append(r.t_total - r.t_draft - r.t_verify)
-                if name != "filler":
-                    samples.draft_s.setdefault(name, {}).setdefault(r.width - 1, []).append(r.t_draft)
-            samples.verify_s.setdefault(r.width, []).append(r.t_verify)
+                samples.draft_s.setdefault(name, {}).setdefault(r.width - 1, []).append(r.t_draft)
         if seen > rounds:
             break
 
 
-def fit_costs(samples: CostSamples, longest: int) -> dict[str, Any]:
-    """{"t_ar_s", "v", "c", "o"} in units of one autoregressive step (see eval.cost_model.Costs). Medians: a busy neighbour is an outlier."""
-    t_ar = statistics.median(samples.step_s)
-    medians = {w: statistics.median(s) for w, s in samples.verify_s.items()}
-    v = [medians[w] / t_ar for w in range(1, longest + 2) if w in medians]
+def fit_costs(samples: CostSamples) -> dict[str, Any]:
+    """{"t_ar_s", "widths", "v", "c", "o"} in units of one autoregressive step (see eval.cost_model.Costs); v between widths is interpolated."""
+    t_ar = _typical(samples.step_s)
+    known = {w: _typical(s) / t_ar for w, s in sorted(samples.verify_s.items())}
+    widths = list(known)
+    v = []
+    for w in range(1, widths[-1] + 1):
+        below, above = max(k for k in widths if k <= w), min(k for k in widths if k >= w)
+        share = (w - below) / (above - below) if above > below else 0.0
+        v.append(known[below] + share * (known[above] - known[below]))
     c: dict[str, float] = {}
     o: dict[str, float] = {}
     for name, by_gamma in samples.draft_s.items():
-        slope, start = _line({g: statistics.median(s) for g, s in by_gamma.items()})
+        slope, start = _line({g: _typical(s) for g, s in by_gamma.items()})
         c[name] = max(0.0, slope) / t_ar
-        o[name] = max(0.0, start + statistics.median(samples.rest_s[name])) / t_ar
-    return {"t_ar_s": t_ar, "v": v, "c": c, "o": o}
+        o[name] = max(0.0, start + _typical(samples.rest_s[name])) / t_ar
+    return {"t_ar_s": t_ar, "widths": widths, "v": v, "c": c, "o": o}
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: what a busy neighbour adds is always positive, and the minimum would be luck."""
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
 def _line(points: Mapping[int, float]) -> tuple[float, float]:

@@ -67,7 +67,7 @@ def test_nothing_to_resample():
 
 # ---- cost model
 
-COSTS = Costs(0.03, (1.0, 1.0, 1.1, 1.2, 1.4), {"head": 0.1, "ngram": 0.0}, {"head": 0.1, "ngram": 0.0})
+COSTS = Costs(0.03, (1.0, 1.0, 1.1, 1.2, 1.4), {"head": 0.1, "ngram": 0.0}, {"head": 0.1, "ngram": 0.0}, (1, 2, 3, 4, 5))
 
 
 def stat(drafted: int, accepted: int, source: str = "head") -> RoundStat:
@@ -82,13 +82,13 @@ def test_prediction_counts_rounds_without_drafts_at_their_own_price():
 
 def test_gamma_is_cut_where_acceptance_stops_paying():
     shallow = [stat(4, 1)] * 10  # the first draft is always right, the second never
-    assert choose_gamma(shallow, COSTS, ["head"], longest=4).gamma == {"head": 1}
+    assert choose_gamma(shallow, COSTS, {"head": range(1, 5)}).gamma == {"head": 1}
     deep = [stat(4, 4)] * 10
-    assert choose_gamma(deep, COSTS, ["head"], longest=4).gamma == {"head": 4}
-    both = choose_gamma([*shallow, *[stat(4, 4, "ngram")] * 10], COSTS, ["ngram", "head"], longest=4)
+    assert choose_gamma(deep, COSTS, {"head": range(1, 5)}).gamma == {"head": 4}
+    both = choose_gamma([*shallow, *[stat(4, 4, "ngram")] * 10], COSTS, {"ngram": (1, 2, 4), "head": (1, 2, 3, 4)})
     assert both.gamma == {"ngram": 4, "head": 1}
     assert both.speedup == pytest.approx(max(r["speedup"] for r in both.table))
-    assert len(both.table) == 16
+    assert len(both.table) == 12
 
 
 def test_widths_beyond_the_measured_ones_go_on_rising():
@@ -163,7 +163,9 @@ def _short_drafts(monkeypatch):
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LONGEST", 3), ("ROUNDS", 3), ("REPEATS", 1), ("CALIBRATION_PROMPTS", 4)):
+    short = {"LENGTHS": {"ngram": (1, 3), "head": (1, 2, 3)}, "FILLERS": (1, 3), "TIMED": {"ngram": (2,), "head": (1, 3)}, "ROUNDS": 3, "REPEATS": 1,
+             "CALIBRATION_PROMPTS": 4}
+    for name, value in short.items():
         patch.setattr(calibrate, name, value)
 
 
@@ -231,7 +233,9 @@ def test_second_run_measures_nothing_and_a_killed_one_goes_on(outcome, run_folde
     assert changed.report["summary"]["tokens"] < outcome.report["summary"]["tokens"]
 
 
-def test_sampling_in_batches_is_judged_by_z(target_folder, tmp_path):
+def test_sampling_in_batches_is_judged_by_z(target_folder, tmp_path, monkeypatch):
+    timed_at, original = [], measure.sample_costs
+    monkeypatch.setattr(measure, "sample_costs", lambda *a, **k: timed_at.append(len(a[2])) or original(*a, **k))
     folder = make_checkpoint(tmp_path, target_folder, temperature=0.8, batch_size=2, transformers_fraction=0.0, gamma=2,
                              drafters=["none", "head"], max_new_tokens=16)
     report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
@@ -240,6 +244,7 @@ def test_sampling_in_batches_is_judged_by_z(target_folder, tmp_path):
     assert set(report["losslessness"]["z"]) == {"none", "head"}
     assert report["summary"]["lossless"] is True
     assert report["losslessness"]["pairs"] == {}
+    assert timed_at == [2]  # costs at the evaluation's own batch size
     assert report["summary"]["speedup_vs_transformers"] is None
 
 
@@ -277,6 +282,26 @@ def test_bad_prompts_are_refused_before_anything_runs(run_folder, tmp_path):
         subject.open_checkpoint(run_folder, ["eval.gama=3"])
 
 
+def test_a_checkpoint_cannot_allow_itself_to_run_code(target_folder, tmp_path):
+    folder = make_checkpoint(tmp_path, target_folder)
+    recipe = json.loads((folder / "recipe.yaml").read_text())
+    recipe["target"]["trust_remote_code"] = True
+    for place in (folder, folder / "ckpt" / "final"):
+        (place / "recipe.yaml").write_text(json.dumps(recipe))
+        assert subject.open_checkpoint(folder).recipe.target.trust_remote_code is False
+    assert subject.open_checkpoint(folder, ["target.trust_remote_code=true"]).recipe.target.trust_remote_code is True
+
+
+def test_other_prompts_under_the_same_ids_are_measured_anew(target_folder, tmp_path):
+    folder = make_checkpoint(tmp_path, target_folder, gamma=1, drafters=["none"], transformers_fraction=0.0)
+    before = evaluate(subject.open_checkpoint(folder), quiet=True).report
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(prompts.read_text().replace("abcabc abc", "xyzxyz xyz"))
+    after = evaluate(subject.open_checkpoint(folder), quiet=True).report
+    assert after["settings"]["prompts"] != [] and before["trace"][0]["id"] == after["trace"][0]["id"]
+    assert before["trace"] != after["trace"]
+
+
 def test_where_a_checkpoint_is_looked_for(run_folder, tmp_path):
     assert subject.open_checkpoint(run_folder / "ckpt" / "final").name == run_folder.name
     with pytest.raises(RecipeError, match="no checkpoint at"):
@@ -287,10 +312,12 @@ def test_where_a_checkpoint_is_looked_for(run_folder, tmp_path):
 
 
 def test_transformers_share_is_spread_evenly():
-    assert also_transformers(42, 1 / 3) == set(range(0, 42, 3))
-    assert also_transformers(4, 0.0) == set()
-    assert also_transformers(2, 0.1) == {0}
-    assert also_transformers(5, 1.0) == {0, 1, 2, 3, 4}
+    for names in ("abcdefg", "abc", "ab"):  # 7, 3 and 2 categories that take turns
+        chosen = also_transformers(list(names) * 6, 1 / 3)
+        assert sorted(names[i % len(names)] for i in chosen) == sorted([*names, *names])
+    assert also_transformers("aabb", 0.0) == set()
+    assert also_transformers("ab", 0.1) == {0}
+    assert also_transformers("abcab", 1.0) == {0, 1, 2, 3, 4}
 
 
 def test_timing_leaves_out_prefill_and_first_tokens(target_folder):
@@ -327,11 +354,19 @@ def test_clock_ticks_between_yields_and_stops_for_prefills(monkeypatch):
 
 def test_filler_gives_every_width(target_folder):
     target = Target.load(str(target_folder))
-    samples = measure.sample_costs(target, {}, [Request("a", (5, 6, 7))], longest=3, rounds=3, repeats=1)
-    assert set(samples.verify_s) >= {1, 2, 3, 4}
-    fitted = measure.fit_costs(samples, 3)
-    assert len(fitted["v"]) == 4
+    samples = measure.sample_costs(target, {}, [Request("a", (5, 6, 7))], fillers=(1, 3), rounds=3, repeats=1)
+    assert set(samples.verify_s) == {1, 2, 4}
+    fitted = measure.fit_costs(samples)
+    assert fitted["widths"] == [1, 2, 4]
     assert all(v > 0 for v in fitted["v"])
+
+
+def test_costs_are_a_line_in_gamma_and_interpolated_in_width():
+    draft = {"head": {1: [0.012, 0.012, 0.012, 0.5], 4: [0.018] * 3, 8: [0.026] * 3}}  # 10 ms + 2 ms a step, one sample spoilt by a neighbour
+    samples = measure.CostSamples({1: [0.09] * 3, 2: [0.1] * 3, 4: [0.12] * 3}, {"head": [0.005] * 9}, draft, [0.1] * 4)
+    fitted = measure.fit_costs(samples)
+    assert fitted["v"] == pytest.approx([0.9, 1.0, 1.1, 1.2])
+    assert (fitted["t_ar_s"], fitted["c"]["head"], fitted["o"]["head"]) == pytest.approx((0.1, 0.02, 0.15))
 
 
 def test_texts_of_tokens_add_up():

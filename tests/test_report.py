@@ -49,7 +49,7 @@ def block(index: int, category: str, *, speed: float = 2.0, verdict: str = "iden
 
 def evidence(blocks: list[Block], **changes) -> Evidence:
     gamma = {"ngram": {"ngram": 4}, "head": {"head": 4}, "composite": {"ngram": 4, "head": 4}}
-    costs = Costs(1.0, (1.0, 1.1, 1.2, 1.3, 1.4), {"head": 0.1}, {"head": 0.05})
+    costs = Costs(1.0, (1.0, 1.1, 1.2, 1.3, 1.4), {"head": 0.1}, {"head": 0.05}, (1, 2, 3, 5))
     return Evidence(blocks, ["none", "ngram", "head", "composite"], gamma, 4, SETTING, costs=costs, bootstrap=200, **changes)
 
 

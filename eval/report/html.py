@@ -45,7 +45,7 @@ def charts(report: Mapping[str, Any]) -> dict[str, Markup]:
                 for d, p in cost["predicted"].items()]
         drawn["predicted"] = svg.bars("Predicted and measured speed-up", rows, reference=1.0, unit="×")
         drawn["verify"] = svg.bars("Cost of verifying w tokens, in autoregressive steps",
-                                   [(f"w = {w}", [svg.Point("measured", v)]) for w, v in enumerate(cost["v"], 1)], reference=1.0)
+                                   [(f"w = {w}", [svg.Point("measured", cost["v"][w - 1])]) for w in cost["widths"]], reference=1.0)
     return drawn
 
 

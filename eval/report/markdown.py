@@ -50,7 +50,7 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
         return []
     rows = [[LABELS.get(n, n), ", ".join(f"{k} {g}" for k, g in cost["gamma"].get(n, {}).items()), figure(p["before"], 2, "×"),
              figure(p["from_rounds"], 2, "×"), figure(p["measured"], 2, "×")] for n, p in cost["predicted"].items()]
-    verify = ", ".join(f"v({w}) = {v:.2f}" for w, v in enumerate(cost["v"], 1))
+    verify = ", ".join(f"v({w}) = {cost['v'][w - 1]:.2f}" for w in cost["widths"])
     parts = ", ".join(f"c({n}) = {c:.3f}, o({n}) = {cost['o'].get(n, 0):.3f}" for n, c in cost["c"].items())
     return ["## Cost model", f"One autoregressive step takes {cost['t_ar_s'] * 1000:.1f} ms. In units of it: {verify}; {parts}.",
             _table(["drafter", "γ", "predicted before", "predicted from its rounds", "measured"], rows)]
