@@ -33,7 +33,7 @@ from draftheads.train.align import align, nothing
 from draftheads.train.examples import Examples, add_noise, draft_vocabulary, survey, target_features
 from draftheads.train.figures import Window, metric_sums, summarise
 from draftheads.train.loop import fit
-from draftheads.train.resume import check_facts, facts_of, newest_state
+from draftheads.train.resume import check_facts, facts_of, newest_state, save_state
 from draftheads.train.step import TrainStep, chunks_of
 from draftheads.train.timetable import Schedule, rate, unroll_steps
 from draftheads.train.trackers import Trackers, tracker_names
@@ -433,6 +433,27 @@ def test_a_damaged_state_is_passed_over(distilled, straight, tmp_path, monkeypat
     assert "going on after step 4" in said
     assert not half.exists()
     assert weights(recipe) == weights(straight)
+
+
+def test_a_damaged_state_does_not_take_an_intact_ones_place(tmp_path):
+    for step in (2, 4):
+        save_state(tmp_path, step, {"w": torch.zeros(1)}, {}, {}, {}, keep=1)
+    (tmp_path / "state-000004/optimizer.pt").write_bytes(b"")
+    save_state(tmp_path, 3, {"w": torch.zeros(1)}, {}, {}, {}, keep=1)
+    assert newest_state(tmp_path)[0].step == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["state-000003"]
+
+
+def test_new_rows_are_not_a_finished_run(straight, tmp_path):
+    shutil.copytree(straight.run_dir, tmp_path, dirs_exist_ok=True)
+    recipe = Recipe.model_validate(straight.model_dump() | {"run": str(tmp_path)})
+    assert run.finished(recipe)
+    manifest = tmp_path / "distill/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"hash": "another"}))
+    with pytest.raises(RecipeError, match="data.hash was .* is 'another'"):
+        run.finished(recipe)
+    shutil.rmtree(tmp_path / "distill")
+    assert run.finished(recipe)
 
 
 def test_another_recipe_is_refused_and_free_keys_are_not(distilled, straight, tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def check_facts(before: dict[str, Any], now: dict[str, Any], where: Path) -> Non
 def save_state(
     ckpt: Path, step: int, weights: dict[str, Tensor], optimizer: dict[str, Any], facts: dict[str, Any], window: dict[str, list[float]], keep: int
 ) -> Path:
-    """Write state-<step> and remove all but the newest `keep`."""
+    """Write state-<step> and remove all but the newest `keep` up to it."""
     goal = ckpt / f"state-{step:06d}"
     with atomic_folder(goal) as part:
         save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, part / "model.safetensors")
@@ -69,7 +69,10 @@ def save_state(
         files = {p.name: sha256_file(p) for p in sorted(part.iterdir())}
         machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
         (part / "state.json").write_text(json.dumps({"step": step, "facts": facts, "window": window, "files": files, "machine": machine}, indent=1))
-    for old in _folders(ckpt)[keep:]:
+    found = _folders(ckpt)
+    # A state with a higher number was passed over as damaged: it must not take the place of an intact one.
+    stale = [f for f in found if _step(f) > step]
+    for old in [*stale, *[f for f in found if f not in stale][keep:]]:
         shutil.rmtree(old, ignore_errors=True)
     return goal
 
@@ -100,4 +103,8 @@ def load_state(state: State, head: torch.nn.Module, optimizer: Any) -> None:
 def _folders(ckpt: Path) -> list[Path]:
     """State folders, newest first."""
     found = [p for p in ckpt.glob("state-*") if re.fullmatch(r"state-\d{6,}", p.name)] if ckpt.is_dir() else []
-    return sorted(found, key=lambda p: int(p.name.removeprefix("state-")), reverse=True)
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("state-"))

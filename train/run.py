@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import json
 import os
 import platform
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -122,7 +123,10 @@ def finished(recipe: Recipe) -> bool:
     if not final.exists():
         return False
     meta = read_meta(final)
-    check_facts(meta.extra.get("facts", {}), facts_of(recipe, meta.data_hash or ""), final)
+    data_hash = meta.data_hash or ""
+    with suppress(OSError, ValueError, KeyError):  # rows that were made anew want another head; rows that are gone don't
+        data_hash = json.loads((recipe.run_dir / "distill" / "manifest.json").read_text(encoding="utf-8"))["hash"]
+    check_facts(meta.extra.get("facts", {}), facts_of(recipe, data_hash), final)
     return True
 
 
