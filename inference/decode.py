@@ -85,6 +85,8 @@ class _Loop:
                  plan: Plan, capture_taps: tuple[int | str, ...] | None, certificate: bool, timed: bool) -> None:
         if batch_size < 1:
             raise RecipeError(f"batch_size is {batch_size}, it must be at least 1")
+        if not (sampling.temperature >= 0 and sampling.top_k >= 0 and 0 < sampling.top_p <= 1):
+            raise RecipeError(f"{sampling}: temperature and top_k must be at least 0, top_p above 0 and at most 1")
         self.target, self.drafter, self.queue, self.sampling, self.limits, self.plan = target, drafter, queue, sampling, limits, plan
         self.batch_size, self.certificate, self.device = batch_size, certificate, target.device
         self.clock = _Clock(timed and self.device.type == "cuda")
