@@ -13,7 +13,7 @@ from draftheads.eval import subject
 from draftheads.eval.cost_model import Costs, choose_gamma, predict
 from draftheads.eval.records import Journal
 from draftheads.eval.subject import Checkpoint, Prompt, set_gamma
-from draftheads.eval.work import Evaluation
+from draftheads.eval.work import SPARE, Evaluation
 from draftheads.inference import measure
 from draftheads.inference.drafters.base import Drafter
 from draftheads.inference.drafters.composite import Composite
@@ -25,7 +25,9 @@ LENGTHS = {"ngram": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), "head": (1, 2, 3, 4, 5, 6
 # Drafts of the filler (verify width − 1) and of the drafters in the micro-benchmark.
 FILLERS, TIMED = (1, 2, 3, 4, 5, 6, 8, 12, 16), {"ngram": (1, 8), "head": (1, 4, 8)}
 # Prompts and tokens that are spent on estimating acceptance.
-CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 14, 48
+CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 14, 32
+# Training prompts on which the head is decoded, to compare with what training measured.
+TRAINING_PROMPTS = 14
 # Rounds of one pass of the micro-benchmark, and how often all passes are gone through.
 ROUNDS, REPEATS = 8, 2
 
@@ -97,20 +99,36 @@ def calibration_prompts(
     target: Target, others: list[Conversation], checkpoint: Checkpoint, prompts: list[Prompt], room: int
 ) -> list[Prompt]:
     """Held-out prompts that are not evaluated; else training prompts; else (nothing else there) the evaluated ones."""
-    wanted = others
-    if not wanted:
-        try:
-            evaluated = {p.id for p in prompts}
-            data = checkpoint.recipe.data
-            wanted = [c for c in read_prompts(data.prompts, limit=8 * CALIBRATION_PROMPTS, seed=data.seed)[0] if c.id not in evaluated]
-        except RecipeError:
-            wanted = []
-    found = []
+    evaluated = {p.id for p in prompts}
+    wanted = others or [c for c in _training_conversations(checkpoint, 8 * CALIBRATION_PROMPTS) if c.id not in evaluated]
+    return _rendered(target, wanted, CALIBRATION_PROMPTS, room) or prompts[:CALIBRATION_PROMPTS]
+
+
+def training_prompts(work: Evaluation) -> list[Prompt]:
+    """Some of the prompts that the head was trained on; [] if that is not known."""
+    if work.checkpoint.meta.data_hash is None:
+        return []
+    wanted = _training_conversations(work.checkpoint, TRAINING_PROMPTS)
+    return _rendered(work.target, wanted, TRAINING_PROMPTS, work.section.max_new_tokens + SPARE)
+
+
+def _training_conversations(checkpoint: Checkpoint, limit: int) -> list[Conversation]:
+    """A smaller limit selects a prefix of what a larger one does, so these are prompts of the training set."""
+    data = checkpoint.recipe.data
+    try:
+        return read_prompts(data.prompts, limit=min(limit, data.limit or limit), seed=data.seed, system=data.system)[0]
+    except RecipeError:  # they need not be here where the head is evaluated
+        return []
+
+
+def _rendered(target: Target, wanted: list[Conversation], count: int, room: int) -> list[Prompt]:
+    """The first `count` that can be rendered and fit."""
+    found: list[Prompt] = []
     for c in wanted:
+        if len(found) == count:
+            break
         try:
             found += subject.render_prompts(target, [c], room)
         except RecipeError:
-            continue  # too long, or not renderable: others will do
-        if len(found) == CALIBRATION_PROMPTS:
-            break
-    return found or prompts[:CALIBRATION_PROMPTS]
+            continue  # too long, or of turns that the template refuses: others will do
+    return found

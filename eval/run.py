@@ -20,7 +20,7 @@ import torch
 
 from draftheads.eval import subject
 from draftheads.eval.blocks import plan_blocks, run_blocks
-from draftheads.eval.calibrate import calibration_prompts, choose_costs
+from draftheads.eval.calibrate import calibration_prompts, choose_costs, training_prompts
 from draftheads.eval.cost_model import Costs
 from draftheads.eval.progress import Progress
 from draftheads.eval.provenance import provenance_of, settings_of
@@ -29,6 +29,7 @@ from draftheads.eval.subject import Checkpoint
 from draftheads.eval.summary import Evidence, build_report
 from draftheads.eval.trace import traces
 from draftheads.eval.work import SPARE, Evaluation
+from draftheads.inference import metrics
 from draftheads.inference.requests import Completion
 
 
@@ -100,7 +101,7 @@ def _gather(work: Evaluation, journal: Journal) -> Evidence:
         [blocks[i] for i in sorted(blocks)], list(work.drafters), work.gamma, section.tau_gamma,
         {"temperature": section.temperature, "batch_size": section.batch_size, "device": work.target.device.type, "dtype": work.dtype},
         untimed, Costs.from_json(costs["costs"]) if costs["costs"] else None, costs["gamma_chosen"], costs["predicted"], costs["table"],
-        _expected(work.checkpoint), section.bootstrap, section.seed,
+        _expected(work, journal), section.bootstrap, section.seed,
     )
 
 
@@ -123,14 +124,26 @@ def _run_untimed(work: Evaluation, journal: Journal, untimed: dict[str, list[Com
     work.progress.finish()
 
 
-def _expected(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The τ that training measured teacher-forced (joint prefix over its unroll steps), if the checkpoint holds it."""
-    found = checkpoint.meta.metrics
+def _expected(work: Evaluation, journal: Journal) -> dict[str, Any] | None:
+    """The τ that training measured teacher-forced (joint prefix over its unroll steps), and τ decoded on some of the training prompts with
+    drafts of the same length: if these two agree, a lower τ on held-out prompts is the head's learning, not a fault in the decoding."""
+    found = work.checkpoint.meta.metrics
     tau, accuracy = found.get("tau"), found.get("accuracy")
-    if isinstance(tau, int | float) and isinstance(accuracy, list) and accuracy:
-        source = "teacher-forced accuracy on the last training batches"
-        return {"tau": float(tau), "gamma": len(accuracy), "source": source, "accuracy_per_step": accuracy}
-    return None
+    if not isinstance(tau, int | float) or not isinstance(accuracy, list) or not accuracy or work.section.temperature > 0:
+        return None  # training's hits are argmaxes: nothing to compare with when sampling
+    source = "teacher-forced accuracy on the last training batches"
+    expected = {"tau": float(tau), "gamma": len(accuracy), "source": source, "accuracy_per_step": accuracy, "training_prompts_tau": None}
+    done = journal.of("training")
+    if done:
+        return {**expected, "training_prompts_tau": done[0]["tau"]}
+    prompts = training_prompts(work)
+    if "head" in work.drafters and prompts:
+        work.progress.stage("the head on training prompts, for comparison", len(prompts) * work.section.max_new_tokens)
+        rows = work.decode_untimed("head", prompts, {"head": len(accuracy)}, work.limits(prompts=prompts)).completions
+        expected["training_prompts_tau"] = metrics.tau(metrics.all_rounds(rows))
+        journal.append("training", {"tau": expected["training_prompts_tau"], "ids": [p.id for p in prompts]})
+        work.progress.finish()
+    return expected
 
 
 def silence() -> None:

@@ -17,7 +17,7 @@ from draftheads.inference.target import Target
 from draftheads.recipes.schema import EvalSection, RecipeError
 
 # Slots behind prompt and answer that a round may write beyond the end, and how many rows untimed runs decode together.
-SPARE, UNTIMED_BATCH = 16, 8
+SPARE, UNTIMED_BATCH = 16, 16
 
 
 @dataclass
@@ -38,9 +38,10 @@ class Evaluation:
     def sampling(self) -> Sampling:
         return Sampling(self.section.temperature, self.section.top_k, self.section.top_p)
 
-    def limits(self, max_new_tokens: int | None = None) -> Limits:
+    def limits(self, max_new_tokens: int | None = None, *, prompts: Sequence[Prompt] = ()) -> Limits:
+        """The same cache length for all timed runs; `prompts` for others than the evaluation's."""
         new = max_new_tokens or self.section.max_new_tokens
-        longest = max(len(p.ids) for p in [*self.prompts, *self.calibration])
+        longest = max(len(p.ids) for p in prompts or [*self.prompts, *self.calibration])
         return Limits(max_new_tokens=new, max_len=min(longest + new + SPARE, self.target.geometry.max_positions))
 
     @property

@@ -145,7 +145,7 @@ def make_checkpoint(folder: Path, target_folder: Path, **changes) -> Path:
     lines = [{"id": f"{c}-{i}", "category": c, "messages": [{"role": "user", "content": text * (1 + i % 2)}]}
              for c, text in (("copy", "abcabc abc"), ("<b>odd</b>", "what is 2+2?")) for i in range(4)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = {"target": {"name": str(target_folder)}, "head": {"type": "eagle3"},
+    recipe = {"target": {"name": str(target_folder)}, "head": {"type": "eagle3"}, "data": {"prompts": str(prompts)},
               "eval": {"prompts": str(prompts), "per_category": 2, "max_new_tokens": 12, "bootstrap": 200, "transformers_fraction": 0.5, **changes}}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return folder
@@ -201,6 +201,7 @@ def test_whole_evaluation_of_a_tiny_target(outcome, run_folder):
     assert report["summary"]["baseline_vs_transformers"] > 0
     assert (report["expected"]["tau"], report["expected"]["gamma"]) == (1.9, 3)
     assert report["expected"]["measured_tau"] >= 1.0
+    assert report["expected"]["training_prompts_tau"] >= 1.0
     assert report["at_tau_gamma"]["gamma"] == 4
     assert {t["category"] for t in report["trace"]} == {"copy", "<b>odd</b>"}
     page = (run_folder / "report" / "report.html").read_text()

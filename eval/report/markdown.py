@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftheads.eval.report.tables import COLUMNS, LABELS, category_columns, category_rows, figure, main_rows
+from draftheads.eval.report.tables import COLUMNS, LABELS, category_columns, category_rows, expectation, figure, main_rows
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
@@ -26,8 +26,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
                  figure(f["acceptance_rate"])] for n, f in at["by_drafter"].items()]
         parts += [f"## Acceptance at γ = {at['gamma']}", _table(["drafter", "τ", "macro", "untrimmed", "without loops", "acceptance rate"], rows)]
     if report["expected"]:
-        e = report["expected"]
-        parts.append(f"Expected from {e['source']}: τ = {figure(e['tau'])} at γ = {e['gamma']}; measured {figure(e['measured_tau'])}.")
+        parts.append(expectation(report["expected"]))
     parts += _costs(report)
     parts += ["## Lossless", report["losslessness"]["rule"]]
     pairs = report["losslessness"]["pairs"]

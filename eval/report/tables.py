@@ -73,3 +73,11 @@ def category_rows(report: Mapping[str, Any]) -> list[list[str]]:
 
 def category_columns(report: Mapping[str, Any]) -> list[str]:
     return ["category", *[f"{LABELS.get(d, d)}: τ · speed-up" for d in order(report["by_drafter"]) if d != "none"], "use"]
+
+
+def expectation(expected: Mapping[str, Any]) -> str:
+    """Training's own estimate beside what decoding reached, in one sentence."""
+    there = expected.get("training_prompts_tau")
+    seen = f"{figure(there)} on training prompts, " if there is not None else ""
+    return (f"Head at γ = {expected['gamma']}: τ = {figure(expected['tau'])} expected from {expected['source']}; decoded: {seen}"
+            f"{figure(expected['measured_tau'])} on the held-out prompts.")

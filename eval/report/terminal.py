@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftheads.eval.report.tables import COLUMNS, category_columns, category_rows, main_rows
+from draftheads.eval.report.tables import COLUMNS, category_columns, category_rows, expectation, main_rows
 
 
 def print_report(report: Mapping[str, Any], folder: Path) -> None:
@@ -28,10 +28,8 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
         console.print(table)
         console.print()
     console.print(Text(report["verdict"], style="bold" if report["ok"] else "bold red"), soft_wrap=True)
-    expected = report["expected"]
-    if expected and expected["measured_tau"] is not None:
-        console.print(Text(f"Head at γ = {expected['gamma']}: τ = {expected['measured_tau']:.2f} decoded, {expected['tau']:.2f} expected from "
-                           f"{expected['source']}."), soft_wrap=True)
+    if report["expected"]:
+        console.print(Text(expectation(report["expected"])), soft_wrap=True)
     at = report["at_tau_gamma"]
     if "head" in at["by_drafter"]:
         taus = ", ".join(f"{n} {f['tau']:.2f}" for n, f in at["by_drafter"].items() if f["tau"] is not None)
