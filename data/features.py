@@ -93,6 +93,7 @@ def write_shard(folder: Path, name: str, rows: Sequence[Row], note: dict[str, An
     A shard without its receipt does not exist: a kill at any moment leaves either the whole shard or nothing.
     `note` goes into the receipt (distillation keeps the shard's key and its counts there).
     """
+    (folder / f"{name}.json").unlink(missing_ok=True)  # made again: the old receipt must not vouch for new files
     with atomic_path(folder / f"{name}.safetensors") as part:
         save_file(_pack(rows), part)
     with atomic_path(folder / f"{name}.jsonl") as part, part.open("w", encoding="utf-8") as out:

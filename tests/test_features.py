@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from draftheads.data import features
 from draftheads.data.features import Row, RowStore, ShardError, bytes_per_token, normalise, restore, row_seed
 from draftheads.recipes.schema import RecipeError
 
@@ -98,6 +99,19 @@ def test_truncated_shard_is_named(tmp_path, suffix):
     path.unlink()
     with pytest.raises(ShardError, match="missing"):
         RowStore.open(tmp_path)
+
+
+def test_a_kill_while_a_shard_is_made_again_leaves_no_receipt(tmp_path, monkeypatch):
+    RowStore.write(tmp_path, rows(), shard_rows=3)
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "sha256_file", killed)  # the new files are there, their receipt is not
+        with pytest.raises(KeyboardInterrupt):
+            features.write_shard(tmp_path, "shard-00001", list(rows())[3:6])
+    assert features.read_receipt(tmp_path, "shard-00001") is None
 
 
 def test_flipped_bit_is_found_by_deep_check_and_foreign_shard_always(tmp_path):
