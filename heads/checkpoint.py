@@ -70,8 +70,11 @@ def read_meta(folder: str | os.PathLike[str]) -> HeadMeta:
     folder = Path(folder)
     recover_folder(folder)
     raw = _read_json(folder / META)
-    if raw.get("format", FORMAT) > FORMAT:
-        raise RecipeError(f"{folder / META} has format {raw['format']}, this version reads up to {FORMAT}: upgrade draftheads")
+    found = raw.get("format", FORMAT)
+    if not isinstance(found, int):
+        raise RecipeError(f"{folder / META} has format {found!r}; wanted a whole number up to {FORMAT}: it is damaged")
+    if found > FORMAT:
+        raise RecipeError(f"{folder / META} has format {found}, this version reads up to {FORMAT}: upgrade draftheads")
     meta: HeadMeta = validate(HeadMeta, raw, str(folder / META))
     if meta.geometry is None:
         raise RecipeError(f"{folder / META}: geometry is missing; write checkpoints with save_head")

@@ -121,6 +121,8 @@ def test_damaged_folders_are_refused(target, tmp_path):
     assert "norm_output" in refused(fresh(config=lambda c: c.update(norm_output=False)))
     assert "fc_norm.0.weight" in refused(fresh(meta=lambda m: m["head"].update(fc_norm=False), config=lambda c: c.update(fc_norm=False)))
     assert "upgrade" in refused(fresh(meta=lambda m: m.update(format=2)))
+    assert "whole number" in refused(fresh(meta=lambda m: m.update(format="1.0")))
+    assert "whole number" in refused(fresh(meta=lambda m: m.update(format=None)))
     assert "geometry" in refused(fresh(meta=lambda m: m.pop("geometry")))
     assert "did you mean" in refused(fresh(meta=lambda m: m.update(metricz=1)))
     broken = fresh()
