@@ -1,12 +1,14 @@
 """The two commands, `specdec` and `specdec-eval`. Only typer is imported here: torch and transformers wait until a command runs.
 
 Exit codes: 0 well, 1 the evaluation found a fault (or a bug of ours: its traceback is in a file whose path is printed), 2 bad input, one
-line that says what to mend, 130 interrupted.
+line that says what to mend, 130 interrupted, 141 nobody reads the output any more (`| head`).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -47,11 +49,16 @@ def guard(name: str, command: Callable[[], Any]) -> int:
     """Run a command; turn every way of failing into one line on stderr and an exit code."""
     try:
         result = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _reader_left()
     except RecipeError as error:
         return _say(name, f"error: {_one_line(str(error))}", 2)
     except (KeyboardInterrupt, typer.Abort):
         return _say(name, "interrupted; run the same command again to go on", 130)
     except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # click and rich turn it into an exit with 1, which would say: a fault was found
+            return _reader_left()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
         usage = getattr(error, "format_message", None)  # click's own errors, whichever click typer brings along
@@ -61,6 +68,12 @@ def guard(name: str, command: Callable[[], Any]) -> int:
             traceback.print_exc(file=log)
         return _say(name, f"unexpected {type(error).__name__}: {_one_line(str(error))[:300]}; the traceback is in {log.name}", 1)
     return result if isinstance(result, int) else 0
+
+
+def _reader_left() -> int:
+    """`… | head` has read enough. What is still buffered goes nowhere, or the interpreter would complain at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _say(name: str, text: str, code: int) -> int:

@@ -131,6 +131,25 @@ def test_interrupt_is_130(capsys):
     assert "same command again" in one_line(capsys)
 
 
+@pytest.mark.parametrize("way", ["typer.echo", "print", "rich.print"])
+def test_a_reader_that_leaves_is_no_fault(way):
+    """`specdec … | head -1`: 141 as for any other command, nothing on stderr, no log of a bug."""
+    code = f"""
+import sys, rich, typer
+from draftheads.eval import cli
+app = typer.Typer()
+@app.command()
+def talk() -> None:
+    for _ in range(10_000):
+        {way}("x" * 100)
+sys.exit(cli.guard("specdec", lambda: app([], standalone_mode=False)))
+"""
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout.readline().startswith(b"xxx")
+    writer.stdout.close()
+    assert (writer.stderr.read(), writer.wait()) == (b"", 141)
+
+
 def test_specdec_eval_whole_by_subprocess(run_folder, tmp_path):
     words = ["--ckpt", run_folder, "--out", tmp_path / "out", "--gamma", 2, "--per-category", 2, "--threads", 1]
     command = [sys.executable, "-c", "from draftheads.eval.cli import main_eval; main_eval()", *map(str, words)]
