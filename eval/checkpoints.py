@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from draftheads.recipes.files import recover_folder
+from draftheads.recipes.files import existing_folder
 from draftheads.recipes.schema import RecipeError
 
 META = "draftheads.json"
@@ -13,8 +13,7 @@ META = "draftheads.json"
 
 def find_folder(path: Path) -> Path:
     """The folder that holds draftheads.json: the given one, or ckpt/final of a run folder. RecipeError says what is there instead."""
-    for candidate in (path, path / "ckpt" / "final", path / "final"):
-        recover_folder(candidate)
+    for candidate in map(existing_folder, (path, path / "ckpt" / "final", path / "final")):
         if (candidate / META).is_file():
             return candidate
     if not path.exists():

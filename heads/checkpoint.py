@@ -22,7 +22,7 @@ from torch import Tensor
 from draftheads.heads import build_head
 from draftheads.heads.base import DraftHead
 from draftheads.heads.vocab import vocab_hash
-from draftheads.recipes.files import atomic_folder, recover_folder
+from draftheads.recipes.files import atomic_folder, existing_folder
 from draftheads.recipes.schema import Geometry, RecipeError, validate
 
 FORMAT = 1
@@ -67,8 +67,7 @@ def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -
 
 def read_meta(folder: str | os.PathLike[str]) -> HeadMeta:
     """Only draftheads.json: cheap, for commands that must first find the target. RecipeError when it is no checkpoint folder."""
-    folder = Path(folder)
-    recover_folder(folder)
+    folder = existing_folder(folder)
     raw = _read_json(folder / META)
     found = raw.get("format", FORMAT)
     if not isinstance(found, int):
@@ -89,7 +88,7 @@ def load_head(
     geometry, template_hash: the loaded target's; RecipeError where the checkpoint was made for another. So does any tensor that is missing,
     unknown, of another shape or dtype, or not finite, and a config.json that contradicts draftheads.json.
     """
-    folder = Path(folder)
+    folder = existing_folder(folder)
     meta = read_meta(folder)
     assert meta.geometry is not None
     if geometry is not None:

@@ -22,6 +22,7 @@ from draftheads.inference.requests import Completion, Limits, Request, Round, Sa
 from draftheads.inference.rows import refusal
 from draftheads.inference.target import Target
 from draftheads.inference.text import TextStream, final_text
+from draftheads.recipes.files import existing_folder
 from draftheads.recipes.schema import RecipeError
 
 # Text as it is, a chat (the template is applied, with a generation prompt), or token ids.
@@ -157,5 +158,5 @@ def _decoder(target: Target, draft: Draft, gamma: int, ngram_first: bool) -> Spe
 
 def _checkpoint(folder: Path) -> Path:
     """The folder itself, or a run folder's final checkpoint."""
-    final = folder / "ckpt" / "final"
+    final = existing_folder(folder / "ckpt" / "final")
     return final if final.is_dir() else folder

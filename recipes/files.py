@@ -44,7 +44,8 @@ def write_json(goal: str | os.PathLike[str], value: Any) -> None:
 def atomic_folder(goal: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty temporary folder; on success it replaces `goal` (an older one is moved aside first and removed afterwards).
 
-    A kill between the two renames leaves the older folder under `.<name>.old`; `recover_folder` puts it back.
+    Between the two renames (and after a kill there) the older folder is `.<name>.old`: readers find it by `existing_folder`, the next writer
+    puts it back by `recover_folder`.
     """
     goal = Path(goal)
     goal.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ def atomic_folder(goal: str | os.PathLike[str]) -> Iterator[Path]:
         for item in sorted(part.rglob("*")):
             _fsync(item)
         _fsync(part)
-        old = goal.parent / f".{goal.name}.old"
+        old = _set_aside(goal)
         shutil.rmtree(old, ignore_errors=True)
         if goal.exists():
             os.replace(goal, old)
@@ -66,15 +67,29 @@ def atomic_folder(goal: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def recover_folder(goal: str | os.PathLike[str]) -> None:
-    """Undo a kill inside atomic_folder: restore the set-aside folder if the new one never arrived, and remove leftovers."""
+def existing_folder(goal: str | os.PathLike[str]) -> Path:
+    """For readers: `goal`, or the older folder while `goal` is absent between atomic_folder's two renames. Changes nothing."""
     goal = Path(goal)
-    old = goal.parent / f".{goal.name}.old"
+    old = _set_aside(goal)
+    return old if old.exists() and not goal.exists() else goal
+
+
+def recover_folder(goal: str | os.PathLike[str]) -> None:
+    """Undo a kill inside atomic_folder: restore the set-aside folder if the new one never arrived, and remove leftovers.
+
+    Only for who holds the lock of the folder's writers: what looks left over to anybody else may be a writer's work in progress.
+    """
+    goal = Path(goal)
+    old = _set_aside(goal)
     if old.exists() and not goal.exists():
         os.replace(old, goal)
     shutil.rmtree(old, ignore_errors=True)
     for part in goal.parent.glob(f".{goal.name}.*.part") if goal.parent.is_dir() else ():
         shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
+
+
+def _set_aside(goal: Path) -> Path:
+    return goal.parent / f".{goal.name}.old"
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

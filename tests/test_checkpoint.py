@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
+from draftheads.eval.checkpoints import find_folder
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta, save_head
 from draftheads.heads.vocab import build_draft_vocab
 from draftheads.inference.target import Target
+from draftheads.recipes.files import recover_folder
 from draftheads.recipes.schema import RecipeError
 
 META = HeadMeta(target="tiny", revision="r1", template_hash="abcd", recipe_hash="ef01", data_hash="2345", metrics={"tau": 1.5})
@@ -95,6 +97,18 @@ def test_another_target_is_refused(target, tmp_path):
     assert "abcd" in message
     assert "other" in message
     load_head(tmp_path / "a", template_hash=None)
+
+
+def test_readers_leave_a_writers_work_in_progress_alone(target, tmp_path):
+    """Between atomic_folder's two renames: `final` is set aside, the new one is a .part. A reader reads the older one and moves nothing."""
+    final, part = tmp_path / "ckpt" / "final", tmp_path / "ckpt" / ".final.abc.part"
+    save_head(make(target), final, META)
+    final.rename(final.parent / ".final.old")
+    part.mkdir()
+    assert read_meta(final).target == load_head(final)[1].target == read_meta(find_folder(tmp_path)).target == META.target
+    assert sorted(p.name for p in final.parent.iterdir()) == [".final.abc.part", ".final.old"]
+    recover_folder(final)
+    assert [p.name for p in final.parent.iterdir()] == ["final"]
 
 
 def test_damaged_folders_are_refused(target, tmp_path):
