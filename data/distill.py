@@ -72,6 +72,16 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
     return store
 
 
+def same_prompts(recipe: Recipe) -> bool | None:
+    """Whether the rows in <run>/distill answer the very prompts that the recipe selects now; None where either cannot be read (any more)."""
+    try:
+        made = json.loads((recipe.run_dir / "distill" / "manifest.json").read_text(encoding="utf-8"))["request"]["prompts"]
+        conversations, _ = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
+    except (OSError, ValueError, KeyError, TypeError):  # a RecipeError is a ValueError
+        return None
+    return bool(made == _prompts_hash(conversations))
+
+
 def load_target(recipe: Recipe) -> Target:
     """The recipe's target as its `target` section says."""
     section = recipe.target
@@ -106,7 +116,11 @@ def _facts(recipe: Recipe, target: Target, taps: Taps | None, conversations: Seq
 
 def _data_facts(recipe: Recipe, conversations: Sequence[Conversation]) -> dict[str, Any]:
     data = recipe.data.model_dump(mode="json")
-    return {"data": {k: data[k] for k in CONTENT}, "prompts": content_hash([[c.id, c.category, c.hash] for c in conversations])}
+    return {"data": {k: data[k] for k in CONTENT}, "prompts": _prompts_hash(conversations)}
+
+
+def _prompts_hash(conversations: Sequence[Conversation]) -> str:
+    return content_hash([[c.id, c.category, c.hash] for c in conversations])
 
 
 def _fingerprint(path: Path) -> str | None:

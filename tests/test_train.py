@@ -456,6 +456,21 @@ def test_new_rows_are_not_a_finished_run(straight, tmp_path):
     assert run.finished(recipe)
 
 
+def test_other_prompts_are_not_a_finished_run(straight, tmp_path):
+    """Changed in the recipe, and not distilled yet: the rows on disk are still those of the head."""
+    few = straight.data.model_copy(update={"limit": 12})
+    with pytest.raises(RecipeError, match=r"other prompts than data.prompts and data.limit \(12\)"):
+        run.main(straight.model_copy(update={"data": few}))
+    (tmp_path / "other.jsonl").write_text(json.dumps({"prompt": "other"}))
+    for name, refused in (("other.jsonl", True), ("gone.jsonl", False)):
+        other = straight.model_copy(update={"data": straight.data.model_copy(update={"prompts": str(tmp_path / name)})})
+        if refused:
+            with pytest.raises(RecipeError, match=r"other prompts"):
+                run.finished(other)
+        else:
+            assert run.finished(other)
+
+
 def test_another_recipe_is_refused_and_free_keys_are_not(distilled, straight, tmp_path, monkeypatch):
     recipe = new_run(distilled, tmp_path)
     with monkeypatch.context() as patch:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-from draftheads.data.distill import distill
+from draftheads.data.distill import distill, same_prompts
 from draftheads.data.features import RowStore
 from draftheads.heads import build_head, head_config
 from draftheads.heads.checkpoint import HeadMeta, read_meta, save_head
@@ -127,6 +127,9 @@ def finished(recipe: Recipe) -> bool:
     with suppress(OSError, ValueError, KeyError):  # rows that were made anew want another head; rows that are gone don't
         data_hash = json.loads((recipe.run_dir / "distill" / "manifest.json").read_text(encoding="utf-8"))["hash"]
     check_facts(meta.extra.get("facts", {}), facts_of(recipe, data_hash), final)
+    if same_prompts(recipe) is False:  # the rows that are here are its own, but the recipe asks for others by now
+        raise RecipeError(f"{final} was trained on other prompts than data.prompts and data.limit ({recipe.data.limit}) select now. "
+                          "Restore them, or give a new run folder: --set run=DIR")
     return True
 
 
