@@ -199,6 +199,20 @@ def test_metrics_by_brute_force(rows):
     assert figures["tau"] != pytest.approx(marginal, abs=1e-6)
 
 
+def test_a_window_across_two_unroll_stages_means_each_step_over_its_own_slots(rows):
+    """All hits: one optimizer step unrolled once, the next one three times. Step 1 and 2 exist for half of the window's slots."""
+    window = Window(3)
+    for steps in (1, 3):
+        aligned = align(rows, steps=steps, supervise="all", max_len=99)
+        window.add(metric_sums(torch.tensor(0.0), torch.ones_like(aligned.answers_BTJ), aligned, torch.ones(128, dtype=torch.bool)))
+        window.updates += 1
+    alone = Window(3)
+    alone.add(metric_sums(torch.tensor(0.0), torch.ones_like(aligned.answers_BTJ), aligned, torch.ones(128, dtype=torch.bool)))
+    alone.updates = 1
+    both, once = (summarise(w.totals(Accelerator(cpu=True)), 3) for w in (window, alone))
+    assert both["tau"] == pytest.approx(once["tau"]) and both["tau"] > 3
+
+
 def test_a_perfect_head_hits_and_out_of_vocabulary_breaks(target, rows):
     """A head whose logits are the true label's one-hot: hit wherever the label is in the vocabulary, and nowhere else."""
     step, train = make_step(target), TrainSection(supervise="answers")

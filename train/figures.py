@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from draftheads.train.align import Aligned
 
-VECTORS = ("answers", "hits", "prefix")  # one figure per unroll step
+VECTORS = ("answers", "slots", "hits", "prefix")  # one figure per unroll step
 
 
 @torch.no_grad()
@@ -30,6 +30,8 @@ def metric_sums(loss: Tensor, hits_BTJ: Tensor, aligned: Aligned, known_V: Tenso
         "supervised": aligned.batch.valid_BTJ[..., 0].sum().float(),
         "known": (known_V[aligned.labels_BTJ[..., 0]] & answers_BTJ[..., 0]).sum().float(),
         "answers": answers_BTJ.sum((0, 1)).float(),
+        # Slots that were unrolled to this step: a window may hold optimizer steps of a shorter and of a longer unrolling.
+        "slots": answers_BTJ[..., 0].sum().float().expand(answers_BTJ.shape[-1]),
         "hits": hits_BTJ.sum((0, 1)).float(),
         "prefix": hits_BTJ.to(torch.uint8).cummin(-1).values.sum((0, 1)).float(),
     }
@@ -38,7 +40,8 @@ def metric_sums(loss: Tensor, hits_BTJ: Tensor, aligned: Aligned, known_V: Tenso
 def summarise(sums: dict[str, list[float]], steps: int) -> dict[str, Any]:
     """Figures of a window of optimizer steps.
 
-    tau       1 + mean over answer slots of the drafts accepted before the first miss, greedy, at most `steps` of them, bonus token included
+    tau       1 + mean over answer slots of the drafts accepted before the first miss, greedy, at most `steps` of them, bonus token included;
+              the mean of an unroll step is over the slots that were unrolled so far
     accuracy  per unroll step, hits / answer slots of that step
     coverage  share of the answers' tokens that are in the draft vocabulary
     loss      mean over the optimizer steps
@@ -46,7 +49,7 @@ def summarise(sums: dict[str, list[float]], steps: int) -> dict[str, Any]:
     answers = [max(a, 1.0) for a in sums["answers"]]
     return {
         "loss": sums["loss"][0] / max(sums["updates"][0], 1.0),
-        "tau": 1 + sum(sums["prefix"]) / answers[0],
+        "tau": 1 + sum(p / max(s, 1.0) for p, s in zip(sums["prefix"], sums["slots"], strict=True)),
         "accuracy": [h / a for h, a in zip(sums["hits"], answers, strict=True)][:steps],
         "coverage": sums["known"][0] / answers[0],
         "supervised": sums["supervised"][0],
