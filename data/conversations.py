@@ -51,6 +51,15 @@ class Conversation:
         """Of what the target will be sent: system and user turns. Assistant turns are replaced, so they don't tell conversations apart."""
         return content_hash([self.text, [m for m in self.messages if m["role"] != "assistant"]])
 
+    def row_id(self, turn: int) -> str:
+        """Of the row that holds the answer to user turn `turn` (from 1)."""
+        return self.id if self.turns == 1 else f"{self.id}@{turn}"
+
+    @property
+    def turns(self) -> int:
+        """How many answers this conversation asks for."""
+        return max(1, sum(m["role"] == "user" for m in self.messages))
+
     @property
     def user_text(self) -> str:
         return self.text or "\n".join(m["content"] for m in self.messages if m["role"] == "user")
@@ -235,10 +244,12 @@ def _load_dataset(spec: str, *args: Any, **options: Any) -> Iterable[dict[str, A
 
 
 def _unique_ids(conversations: Iterable[Conversation]) -> list[Conversation]:
-    """Ids key resuming and noise: two different conversations of one id get the content's hash appended, both of them."""
+    """Ids key resuming and noise: of two different conversations of one id, or with a row of one id (`a@1`, and the first turn of `a`), both
+    get the content's hash appended."""
     conversations = list(conversations)
-    times = Counter(c.id for c in conversations)
-    return [c if times[c.id] == 1 else replace(c, id=f"{c.id}#{c.hash[:8]}") for c in conversations]
+    ids = [{c.id, *(c.row_id(turn + 1) for turn in range(c.turns))} for c in conversations]
+    times = Counter(name for names in ids for name in names)
+    return [c if all(times[n] == 1 for n in names) else replace(c, id=f"{c.id}#{c.hash[:8]}") for c, names in zip(conversations, ids, strict=True)]
 
 
 def _select(conversations: list[Conversation], limit: int | None, seed: int) -> list[Conversation]:

@@ -26,7 +26,7 @@ import torch
 from draftheads.data.conversations import Conversation, read_prompts
 from draftheads.data.features import FORMAT, RowStore, ShardError, bytes_per_token, read_receipt, shard_name, write_manifest, write_shard
 from draftheads.data.progress import Progress, clock, say
-from draftheads.data.regenerate import Regenerated, Taps, first_prompt_ids, prompt_room, regenerate, turns
+from draftheads.data.regenerate import Regenerated, Taps, first_prompt_ids, prompt_room, regenerate
 from draftheads.heads import head_config
 from draftheads.inference.requests import Round
 from draftheads.inference.target import Target
@@ -234,7 +234,7 @@ def _check_prompts(target: Target, recipe: Recipe, conversations: Sequence[Conve
     if not fitting:
         raise RecipeError(f"all {len(lengths)} prompts are longer than {room} tokens (the shortest has {min(lengths)}); raise "
                           f"data.max_prompt_tokens (the target has {target.geometry.max_positions} positions), or give shorter prompts")
-    tokens = sum(map(turns, conversations)) * (sum(fitting) / len(fitting) + recipe.data.max_new_tokens)
+    tokens = sum(c.turns for c in conversations) * (sum(fitting) / len(fitting) + recipe.data.max_new_tokens)
     size = int(tokens * (bytes_per_token(len(taps), target.geometry.hidden_size) + 10 if taps is not None else 20))
     free = shutil.disk_usage(folder).free
     if size > free:
@@ -249,7 +249,7 @@ def _regenerate_all(recipe: Recipe, target: Target, taps: Taps | None, folder: P
                     receipts: dict[int, dict[str, Any] | None], facts: dict[str, Any], progress: bool) -> tuple[int, float]:
     """Make every missing shard and fill in its receipt. Returns the tokens produced and the seconds it took."""
     missing = [n for n, receipt in receipts.items() if receipt is None]
-    total = sum(turns(c) for n in missing for c in shards[n])
+    total = sum(c.turns for n in missing for c in shards[n])
     with Progress("distil", total, 0.8 * recipe.data.max_new_tokens, enabled=progress) as bar:
         for n in missing:
             bar.note, start, done = f"shard {n + 1}/{len(shards)}", time.monotonic(), bar.done
@@ -259,7 +259,7 @@ def _regenerate_all(recipe: Recipe, target: Target, taps: Taps | None, folder: P
 
             made = regenerate(target, shards[n], recipe.data, taps, on_round)
             receipts[n] = write_shard(folder, shard_name(n), made.rows, _note(made, shards[n], target, start) | {"key": _shard_key(facts, n)})
-            bar.done = done + sum(map(turns, shards[n]))  # turns that were left out count too
+            bar.done = done + sum(c.turns for c in shards[n])  # turns that were left out count too
     return bar.tokens, time.monotonic() - bar.began
 
 

@@ -75,11 +75,6 @@ def regenerate(
     return work.result
 
 
-def turns(conversation: Conversation) -> int:
-    """How many answers this conversation asks for."""
-    return max(1, sum(m["role"] == "user" for m in conversation.messages))
-
-
 def prompt_ids(tokenizer: Any, conversation: Conversation, history: Sequence[Message]) -> list[int]:
     """What the target is sent: the rendered history, or a plain text as it is (with the tokenizer's own BOS)."""
     if conversation.text is not None:
@@ -114,10 +109,6 @@ def _begin(conversation: Conversation) -> _Talk:
     return _Talk(conversation, system + users[:1], users[1:])
 
 
-def _row_id(talk: _Talk) -> str:
-    return talk.conversation.id if turns(talk.conversation) == 1 else f"{talk.conversation.id}@{talk.turn}"
-
-
 class _Lazy:
     """Requests as they come up: a queue that is empty now may hold a conversation's next turn after the next round."""
 
@@ -150,7 +141,7 @@ class _Work:
             later = "" if talk.turn == 1 else "later turn's "
             self.result.dropped[f"{later}prompt longer than {self.room} tokens"] += 1
             return None
-        row_id, seed = _row_id(talk), self.data.seed
+        row_id, seed = talk.conversation.row_id(talk.turn), self.data.seed
         self.talks[row_id] = talk
         return Request(row_id, tuple(ids), seed=row_seed(seed, row_id), temperature=pick_temperature(self.data.temperature, seed, row_id))
 

@@ -119,6 +119,14 @@ def test_ids_are_unique_and_stable(tmp_path):
     assert ids[2].startswith("x/")
 
 
+def test_no_conversation_has_the_id_of_anothers_turn(tmp_path):
+    two = {"id": "a", "messages": turns((U, "x"), (A, "y"), (U, "z"))}
+    found = read_prompts(write(tmp_path / "x.jsonl", [two, {"id": "a@1", "prompt": "b"}, {"id": "a@3", "prompt": "c"}]))[0]
+    rows = [c.row_id(turn + 1) for c in found for turn in range(c.turns)]
+    assert len(set(rows)) == len(rows) == 4
+    assert "a@3" in rows  # `a` has no third turn
+
+
 def test_parquet_and_json_and_lists_of_files(tmp_path):
     import pyarrow
     import pyarrow.parquet
