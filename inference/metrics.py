@@ -1,12 +1,11 @@
-"""Acceptance metrics, defined once. Everything is computed from RoundStat records; train/ uses the joint-prefix helpers at the end.
+"""Acceptance metrics of decoding, defined once. Everything is computed from RoundStat records.
 
 A *round* is one propose + verify of one row; prefill and the token it yields belong to no round. Example: a chain of 4 with 0, 2 and 4
-drafts accepted emits 1, 3 and 5 tokens: mean accepted 2.0, τ = 3.0, acceptance rate 6/12 = 0.5.
+drafts accepted emits 1, 3 and 5 tokens: τ = 3.0, acceptance rate 6/12 = 0.5.
 
 - `tau`              tokens per round, bonus token included (autoregressive = 1), trimmed at the end of the answer; micro mean over rounds
 - `tau_macro`        mean over rows of the row's own tau
 - `tau_untrimmed`    (accepted + 1) per round, as engines count it: tokens after the end included
-- `mean_accepted`    accepted drafted tokens per round, untrimmed
 - `acceptance_rate`  accepted / drafted tokens on the longest path; tree nodes beside the path are not in the denominator
 - `acceptance_per_position`  unconditional: share of all rounds in which at least i drafts were accepted
 - `conditional_acceptance`   acceptance at position i among the rounds that drafted i tokens and accepted the i−1 before
@@ -16,9 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-
-import torch
-from torch import Tensor
 
 from draftheads.inference.requests import Completion, RoundStat
 
@@ -44,10 +40,6 @@ def tau_untrimmed(rounds: Sequence[RoundStat]) -> float:
     return _ratio(sum(r.accepted + 1 for r in rounds), len(rounds))
 
 
-def mean_accepted(rounds: Sequence[RoundStat]) -> float:
-    return _ratio(sum(r.accepted for r in rounds), len(rounds))
-
-
 def acceptance_rate(rounds: Sequence[RoundStat]) -> float:
     """Accepted / drafted on the path; NaN when nothing was drafted."""
     return _ratio(sum(r.accepted for r in rounds), sum(r.drafted for r in rounds))
@@ -64,14 +56,6 @@ def conditional_acceptance(rounds: Sequence[RoundStat], depth: int | None = None
     depth = max((r.drafted for r in rounds), default=0) if depth is None else depth
     reached = [[r for r in rounds if r.drafted >= i and r.accepted >= i - 1] for i in range(1, depth + 1)]
     return [_ratio(sum(r.accepted >= i for r in some), len(some)) for i, some in enumerate(reached, 1)]
-
-
-def rounds_by_source(rounds: Iterable[RoundStat]) -> dict[str, int]:
-    """How many rounds each drafter proposed in ("none": nobody proposed anything)."""
-    counts: dict[str, int] = {}
-    for r in rounds:
-        counts[r.source] = counts.get(r.source, 0) + 1
-    return counts
 
 
 def loop_start(tokens: Sequence[int], max_period: int = 32, min_repeats: int = 3, min_length: int = 16) -> int | None:
@@ -116,25 +100,6 @@ def martingale_z(completions: Iterable[Completion]) -> float:
         total += c.logprob_sum + c.entropy_sum
         variance += c.variance_sum
     return total / math.sqrt(variance) if variance > 0 else NAN
-
-
-# ---- joint-prefix helpers for training. Shape suffixes: M slots, J unroll steps.
-
-
-def joint_prefix(correct_MJ: Tensor, valid_MJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Teacher-forced stand-in for decoding with a chain of J drafts.
-
-    correct_MJ bool: the head's argmax (target id) at unroll step j is the true token; an out-of-vocabulary truth is False (a break).
-    valid_MJ bool: the step exists for that slot. Returns (joint_MJ bool: steps 0 … j all correct and valid, counted_M bool: step 0 valid).
-    """
-    joint_MJ = (correct_MJ & valid_MJ).to(torch.int8).cumprod(-1).to(torch.bool)
-    return joint_MJ, valid_MJ[:, 0]
-
-
-def tau_from_prefix(correct_MJ: Tensor, valid_MJ: Tensor) -> float:
-    """Expected τ (bonus token included) of a chain of J drafts started at every counted slot: 1 + mean joint-prefix length. NaN if none."""
-    joint_MJ, counted_M = joint_prefix(correct_MJ, valid_MJ)
-    return 1 + _ratio(float(joint_MJ[counted_M].sum()), float(counted_M.sum()))
 
 
 def _ratio(above: float, below: float) -> float:

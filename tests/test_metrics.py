@@ -21,13 +21,11 @@ def row(rounds: list[RoundStat], tokens: list[int] | None = None, **sums: float)
 
 
 def test_the_0_2_4_trace() -> None:
-    assert metrics.mean_accepted(TRACE) == 2.0
     assert metrics.tau(TRACE) == metrics.tau_untrimmed(TRACE) == 3.0
     assert metrics.acceptance_rate(TRACE) == 6 / 12
     assert metrics.acceptance_per_position(TRACE) == [2 / 3, 2 / 3, 1 / 3, 1 / 3]
     assert metrics.conditional_acceptance(TRACE) == [2 / 3, 1.0, 1 / 2, 1.0]
     assert 1 + sum(metrics.acceptance_per_position(TRACE)) == pytest.approx(metrics.tau_untrimmed(TRACE))
-    assert metrics.rounds_by_source(TRACE) == {"head": 2, "ngram": 1}
 
 
 def test_tokens_after_the_end_count_in_the_untrimmed_value_only() -> None:
@@ -77,15 +75,6 @@ def test_rounds_are_cut_where_the_loop_begins() -> None:
     assert metrics.loop_start(tokens) == 6 and [r.emitted for r in kept] == [5]
     plain = row(TRACE)
     assert metrics.without_loop(plain) == TRACE
-
-
-def test_joint_prefix_breaks_at_the_first_error_and_at_missing_steps() -> None:
-    correct = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=torch.bool)
-    valid = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]], dtype=torch.bool)
-    joint, counted = metrics.joint_prefix(correct, valid)
-    assert joint.sum(-1).tolist() == [3, 1, 0, 2] and counted.all()
-    assert metrics.tau_from_prefix(correct, valid) == 1 + 6 / 4
-    assert math.isnan(metrics.tau_from_prefix(correct, torch.zeros_like(valid)))
 
 
 def certificate(tokens_N: torch.Tensor, logp_NV: torch.Tensor) -> Completion:
