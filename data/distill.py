@@ -39,10 +39,10 @@ SAMPLE = 256  # prompts whose lengths stand for all in estimates
 PROBE_BYTES = 1 << 20
 
 
-def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = True, until_shards: int | None = None) -> RowStore:
+def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = True) -> RowStore:
     """Make, finish or just open the rows of this recipe in <run>/distill.
 
-    target: one that is loaded already. until_shards: stop when so many shards are finished (the store then holds those).
+    target: one that is loaded already.
     RecipeError: bad prompts, no usable row, prompts all too long, too little disk, another process at work in the same folder.
     """
     began = time.monotonic()
@@ -50,7 +50,7 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
     conversations, dropped = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
     shortcut = content_hash(_recipe_facts(recipe, conversations))
     with _locked(recipe.run_dir):
-        if target is None and until_shards is None and (store := _finished(folder, shortcut)) is not None:
+        if target is None and (store := _finished(folder, shortcut)) is not None:
             say(f"distil: {len(store)} rows are ready in {folder} (data {store.hash}), nothing to do", enabled=progress)
             return store
         target = target or load_target(recipe)
@@ -58,15 +58,13 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
         facts = _facts(recipe, target, taps, conversations)
         _set_aside(folder, facts, progress)
         shards = [conversations[i : i + recipe.data.shard_rows] for i in range(0, len(conversations), recipe.data.shard_rows)]
-        shards = shards[:until_shards]
         receipts = _receipts(folder, facts, len(shards), progress)
         missing = [n for n, receipt in receipts.items() if receipt is None]
         if missing:
             _check_prompts(target, recipe, [c for n in missing for c in shards[n]], taps, folder)
             tokens, seconds = _regenerate_all(recipe, target, taps, folder, shards, receipts, facts, progress)
             say(f"distil: {tokens:,} tokens in {clock(seconds)} ({tokens / max(seconds, 1e-9):.0f} tok/s)", enabled=progress)
-        complete = until_shards is None or until_shards * recipe.data.shard_rows >= len(conversations)
-        store = _close(folder, [r for r in receipts.values() if r is not None], dropped, facts, {"complete": complete, "shortcut": shortcut})
+        store = _close(folder, [r for r in receipts.values() if r is not None], dropped, facts, {"shortcut": shortcut})
     summary = _summary(store) if missing else f"{len(store)} rows are ready (data {store.hash}), nothing to do"
     say(f"distil: {summary} → {folder} in {clock(time.monotonic() - began)}", enabled=progress)
     return store
@@ -171,12 +169,12 @@ def _locked(run: Path) -> Iterator[None]:
 
 
 def _finished(folder: Path, shortcut: str) -> RowStore | None:
-    """The complete, undamaged store of this very recipe, or None."""
+    """The undamaged store of this very recipe, or None. (A manifest is written when every shard is there.)"""
     try:
         store = RowStore.open(folder)
     except RecipeError:
         return None
-    return store if store.manifest.get("complete") and store.manifest.get("shortcut") == shortcut else None
+    return store if store.manifest.get("shortcut") == shortcut else None
 
 
 def _set_aside(folder: Path, facts: dict[str, Any], progress: bool) -> None:

@@ -238,10 +238,23 @@ def test_full_disk_is_noticed_before_the_work(tmp_path, target, monkeypatch):
 # --- resuming ----------------------------------------------------------------------------------------------------------------------------
 
 
+def interrupted(recipe, target, monkeypatch, *, after: int) -> None:
+    """Distil, and be interrupted when so many shards are finished."""
+    left = iter(range(after))
+
+    def work(*args, **options):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return regenerating.regenerate(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "regenerate", work)
+        distill(recipe, target=target, progress=False)
+
+
 def test_finished_data_opens_at_once_and_finished_shards_are_never_redone(tmp_path, target, monkeypatch, capsys):
     recipe = recipe_of(tmp_path)
-    partial = distill(recipe, target=target, until_shards=2, progress=False)
-    assert len(partial) == 8
+    interrupted(recipe, target, monkeypatch, after=2)
     times = {f: f.stat().st_mtime_ns for f in (tmp_path / "run/distill").glob("shard-*")}
     calls = []
     whole = regenerating.regenerate
@@ -303,8 +316,8 @@ def test_packing_the_weights_is_no_change_of_target(tmp_path, target):
     assert not list((tmp_path / "run").glob("distill.before-*"))
 
 
-def test_batch_size_may_change_between_shards(tmp_path, target):
-    distill(recipe_of(tmp_path), target=target, until_shards=1, progress=False)
+def test_batch_size_may_change_between_shards(tmp_path, target, monkeypatch):
+    interrupted(recipe_of(tmp_path), target, monkeypatch, after=1)
     times = (tmp_path / "run/distill/shard-00000.json").stat().st_mtime_ns
     distill(recipe_of(tmp_path, batch_size=1), target=target, progress=False)
     assert (tmp_path / "run/distill/shard-00000.json").stat().st_mtime_ns == times
