@@ -95,17 +95,9 @@ class DraftHead(nn.Module, ABC):
         returns the chosen *target ids* [B] (this is where drafters take the argmax or sample); the head feeds them back. Returns the
         γ chosen tensors. pick may return None to stop early. Leaves the committed state unchanged."""
 
+    @abstractmethod
     def move(self, state: Any, source: int, to: int) -> None:
-        """Copy row `source` of the state to row `to`. Default: every tensor attribute of the state is indexed by row in dimension 0,
-        tensors inside lists and tuples too."""
-        def walk(value: Any) -> None:
-            if isinstance(value, Tensor) and value.dim():
-                value[to].copy_(value[source]) if value.dim() > 1 else value.__setitem__(to, value[source])
-            elif isinstance(value, list | tuple):
-                for item in value:
-                    walk(item)
-        for value in vars(state).values():
-            walk(value)
+        """Copy row `source` of the state to row `to`."""
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids → target ids."""
