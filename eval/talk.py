@@ -15,6 +15,7 @@ from draftheads.inference import metrics
 from draftheads.inference.decode import decode
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.requests import Limits, Request, Sampling
+from draftheads.inference.text import TextStream
 from draftheads.recipes.schema import RecipeError
 
 DRAFTERS = ("none", "ngram", "head", "composite")
@@ -49,7 +50,7 @@ def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_a
     messages = [*system, {"role": "user", "content": ask.text}]
     ids = tuple(render(target.tokenizer, messages, add_generation_prompt=True))
     limits = Limits(ask.max_new_tokens, min(len(ids) + ask.max_new_tokens + 16, target.geometry.max_positions), ask.stop)
-    writer = Writer(target.tokenizer, show_accepted=show_accepted, silent=silent, hidden=target.eos_ids)
+    writer = Writer(TextStream(target.tokenizer, ask.stop), show_accepted=show_accepted, silent=silent)
     request = Request("prompt", ids, seed=ask.seed)
     done = None
     for r in decode(target, drafter, [request], Sampling(ask.temperature, ask.top_k, ask.top_p), limits, plan=Plan(gamma=gamma)):
@@ -71,34 +72,26 @@ def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_a
 
 
 class Writer:
-    """Turns tokens into text as they come; holds back a character until all its bytes are there. End tokens are not shown."""
+    """Shows the text that is certain, as it comes. A piece that was held back has the colour of the token that completed it."""
 
-    def __init__(self, tokenizer: Any, *, show_accepted: bool, silent: bool, hidden: frozenset[int]) -> None:
+    def __init__(self, stream: TextStream, *, show_accepted: bool, silent: bool) -> None:
         from rich.console import Console
 
-        self.tokenizer, self.show, self.silent, self.hidden = tokenizer, show_accepted, silent, hidden
+        self.stream, self.show, self.silent = stream, show_accepted, silent
         self.console = Console(highlight=False, soft_wrap=True)
-        self.tokens: list[int] = []
         self.text = ""
 
     def write(self, tokens: list[int], accepted: int) -> None:
         for i, token in enumerate(tokens):
-            if token in self.hidden:
-                continue
-            self.tokens.append(token)
-            text = self._decode()
-            if not text.endswith("�"):
-                self._print(text[len(self.text) :], i < accepted)
-                self.text = text
+            self._show(self.stream.push([token]), i < accepted)
 
     def close(self) -> None:
-        text = self._decode()
-        self._print(text[len(self.text) :] + "\n", False)
-        self.text = text
+        self._show(self.stream.finish(), False)
+        self._print("\n", False)
 
-    def _decode(self) -> str:
-        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+    def _show(self, piece: str, drafted: bool) -> None:
+        self.text += piece
+        self._print(piece, drafted)
 
     def _print(self, piece: str, drafted: bool) -> None:
         if self.silent or not piece:

@@ -8,6 +8,7 @@ from typing import Any
 from draftheads.eval.records import Block
 from draftheads.eval.subject import Prompt
 from draftheads.inference import metrics
+from draftheads.inference.text import TextStream
 
 
 def traces(tokenizer: Any, prompts: Sequence[Prompt], blocks: Iterable[Block], name: str) -> list[dict[str, Any]]:
@@ -34,12 +35,6 @@ def traces(tokenizer: Any, prompts: Sequence[Prompt], blocks: Iterable[Block], n
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """Text of each token in its context; a token that ends inside a character contributes to the one that completes it."""
-    pieces, shown = [], ""
-    for i in range(len(tokens)):
-        text = tokenizer.decode(list(tokens[: i + 1]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if text.endswith("�") and i + 1 < len(tokens):
-            pieces.append("")
-            continue
-        pieces.append(text[len(shown) :])
-        shown = text
-    return pieces
+    stream = TextStream(tokenizer, show_special=True)
+    pieces = [stream.push([token]) for token in tokens]
+    return [*pieces[:-1], pieces[-1] + stream.finish()] if pieces else []

@@ -10,10 +10,10 @@ from typing import Any
 
 
 class TextStream:
-    """The deltas of one row, special tokens left out. Their sum is `final_text` of all the tokens."""
+    """The deltas of one row; special tokens are left out unless show_special. Without them, the sum is `final_text` of all the tokens."""
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, tuple(stop_strings)
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), *, show_special: bool = False) -> None:
+        self.tokenizer, self.stop_strings, self.show_special = tokenizer, tuple(stop_strings), show_special
         self.tokens: list[int] = []
         # The text of tokens[context:settled] is out; it is decoded again with what follows, because a token's text may depend on its left
         # neighbour (leading spaces), and only the difference is new.
@@ -55,7 +55,7 @@ class TextStream:
         return out
 
     def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(tokens, skip_special_tokens=not self.show_special, clean_up_tokenization_spaces=False)
 
 
 def final_text(tokenizer: Any, tokens: Sequence[int], stop_strings: Sequence[str] = ()) -> str:

@@ -191,6 +191,19 @@ def test_generate_streams_what_decoding_gives(run_folder, capsys):
     assert specdec("generate", "abc", "--ckpt", run_folder, "--drafter", "magic") == 2
 
 
+@pytest.mark.parametrize("extra", [[], ["--show-accepted"]])
+def test_generate_shows_no_stop_string_and_no_special_token(run_folder, capsys, extra):
+    def answer(*words):
+        assert specdec("generate", "abcabcabc", "--ckpt", run_folder, "--max-new-tokens", "40", *extra, *words) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    text = answer()
+    assert not any(t in text for t in ("<|im_start|>", "<|im_end|>", "<pad>"))
+    stop = text[5:8]
+    assert answer("--stop", stop) == text[: text.index(stop)]
+    assert json.loads(answer("--stop", stop, "--json"))["text"] == text[: text.index(stop)]
+
+
 def test_plan_reads_no_model_and_counts_what_the_recipe_says(capsys):
     recipe = RECIPES / "smollm2-135m.yaml"
     assert specdec("plan", "--recipe", recipe, "--tflops", "0.1", "--bandwidth", "20", "--json", "--set", "data.limit=40") == 0
