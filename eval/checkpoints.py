@@ -23,8 +23,3 @@ def find_folder(path: Path) -> Path:
     if (path / "ckpt").is_dir() or (path / "distill").is_dir():
         raise RecipeError(f"{path} is a run folder without ckpt/final: its training has not ended; run the training command again, it resumes")
     raise RecipeError(f"no {META} in {path}: give a checkpoint folder, or a run folder with ckpt/final")
-
-
-def run_folder(folder: Path) -> Path | None:
-    """The run that a checkpoint folder lies in, known by its recipe.yaml."""
-    return next((p for p in (folder.parent.parent, folder.parent) if (p / "recipe.yaml").is_file()), None)

@@ -13,8 +13,8 @@ from typing import Any
 
 from draftheads.data.conversations import Conversation, read_prompts
 from draftheads.data.template import encode, render
-from draftheads.eval.checkpoints import find_folder, run_folder
-from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta
+from draftheads.eval.checkpoints import find_folder
+from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta, run_folder, stored_recipe
 from draftheads.inference.drafters.base import Drafter
 from draftheads.inference.drafters.composite import Composite
 from draftheads.inference.drafters.head import HeadDrafter
@@ -23,7 +23,7 @@ from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.requests import Request
 from draftheads.inference.target import Target
 from draftheads.recipes.files import sha256_file
-from draftheads.recipes.schema import EvalSection, NgramSection, Recipe, RecipeError, apply_override, read_yaml, validate
+from draftheads.recipes.schema import EvalSection, NgramSection, Recipe, RecipeError, apply_override, validate
 
 
 @dataclass
@@ -47,8 +47,7 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
     """`options` are values for the recipe's `eval` section, `overrides` are --set items over the whole recipe; both beat what is stored."""
     folder = find_folder(Path(path).expanduser())
     meta = read_meta(folder)
-    run = run_folder(folder)
-    raw = _stored_recipe(folder, run, meta)
+    raw = stored_recipe(folder, meta)
     raw["target"] = {**(raw.get("target") or {}), "name": meta.target, "revision": meta.revision}
     raw["target"].pop("trust_remote_code", None)  # a checkpoint may come from anywhere: it cannot allow itself to run code
     raw.setdefault("head", meta.head)
@@ -58,17 +57,7 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
     recipe: Recipe = validate(Recipe, raw, f"recipe of {folder}")
     if recipe.eval.gamma != "auto" and recipe.eval.gamma < 1:
         raise RecipeError(f"eval.gamma is {recipe.eval.gamma}; wanted 'auto' or a draft length of at least 1")
-    return Checkpoint(folder, run, meta, recipe)
-
-
-def _stored_recipe(folder: Path, run: Path | None, meta: HeadMeta) -> dict[str, Any]:
-    stored = meta.extra.get("recipe")
-    if isinstance(stored, dict):
-        return dict(stored)
-    for place in (folder, run):
-        if place is not None and (place / "recipe.yaml").is_file():
-            return read_yaml(place / "recipe.yaml")
-    return {}
+    return Checkpoint(folder, run_folder(folder), meta, recipe)
 
 
 # ---- prompts

@@ -23,7 +23,7 @@ from draftheads.heads import build_head
 from draftheads.heads.base import DraftHead
 from draftheads.heads.vocab import vocab_hash
 from draftheads.recipes.files import atomic_folder, existing_folder
-from draftheads.recipes.schema import Geometry, RecipeError, validate
+from draftheads.recipes.schema import Geometry, RecipeError, read_yaml, validate
 
 FORMAT = 1
 META, WEIGHTS, CONFIG = "draftheads.json", "model.safetensors", "config.json"
@@ -80,6 +80,21 @@ def read_meta(folder: str | os.PathLike[str]) -> HeadMeta:
     return meta
 
 
+def run_folder(folder: Path) -> Path | None:
+    """The run that a checkpoint folder lies in, known by its recipe.yaml."""
+    return next((p for p in (folder.parent.parent, folder.parent) if (p / "recipe.yaml").is_file()), None)
+
+
+def stored_recipe(folder: Path, meta: HeadMeta) -> dict[str, Any]:
+    """The raw recipe that came with a checkpoint: in its meta, beside it, or in its run folder; {} where there is none. It may come from
+    anywhere: take no permission from it."""
+    stored = meta.extra.get("recipe")
+    if isinstance(stored, dict):
+        return dict(stored)
+    place = next((p for p in (folder, run_folder(folder)) if p is not None and (p / "recipe.yaml").is_file()), None)
+    return {} if place is None else read_yaml(place / "recipe.yaml")
+
+
 def load_head(
     folder: str | os.PathLike[str], *, geometry: Geometry | None = None, template_hash: str | None = None
 ) -> tuple[DraftHead, HeadMeta]:
@@ -95,7 +110,7 @@ def load_head(
         check_geometry(meta.geometry, geometry, str(folder))
     if template_hash is not None and meta.template_hash is not None and template_hash != meta.template_hash:
         raise RecipeError(f"{folder} was trained with chat template {meta.template_hash}, the target's is {template_hash}: "
-                          "use the template it was trained with")
+                          "use the one it was trained with: chat_template=PATH, in a command --set target.chat_template=PATH")
     weights = _read_weights(folder / WEIGHTS)
     if "d2t" not in weights or weights["d2t"].dtype != torch.int64 or weights["d2t"].dim() != 1:
         raise RecipeError(f"{folder / WEIGHTS}: tensor d2t (int64, one dimension) is missing")

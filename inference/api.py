@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftheads.heads.checkpoint import load_head, read_meta
+from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta, stored_recipe
 from draftheads.inference.decode import complete, decode
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.drafters.composite import Composite
@@ -42,12 +42,15 @@ class SpeculativeDecoder:
 
     @classmethod
     def from_checkpoint(cls, folder: str | os.PathLike[str], target: Target | None = None, *, gamma: int = 4,
-                        ngram: bool = True) -> SpeculativeDecoder:
-        """A checkpoint folder (or a run folder: its ckpt/final) names its target; n-gram copying first unless ngram=False."""
+                        ngram: bool = True, chat_template: str | os.PathLike[str] | None = None) -> SpeculativeDecoder:
+        """A checkpoint folder (or a run folder: its ckpt/final) names its target; n-gram copying first unless ngram=False.
+
+        chat_template: path of the jinja file that the head was trained with, where its tokenizer has none and the run's recipe is not here.
+        """
         folder = _checkpoint(Path(folder))
         if target is None:
             meta = read_meta(folder)
-            target = Target.load(meta.target, revision=meta.revision, geometry=meta.geometry)
+            target = Target.load(meta.target, revision=meta.revision, geometry=meta.geometry, chat_template=_template(folder, meta, chat_template))
         head, _ = load_head(folder, geometry=target.geometry, template_hash=target.template_hash)
         drafter: Drafter = HeadDrafter(head, target)
         return cls(target, Composite(NgramDrafter(gamma=max(gamma, 8)), drafter) if ngram else drafter, gamma=gamma)
@@ -160,3 +163,13 @@ def _checkpoint(folder: Path) -> Path:
     """The folder itself, or a run folder's final checkpoint."""
     final = existing_folder(folder / "ckpt" / "final")
     return final if final.is_dir() else folder
+
+
+def _template(folder: Path, meta: HeadMeta, given: str | os.PathLike[str] | None) -> str | None:
+    """The given chat template, else the one of the recipe that the head was trained by."""
+    if given is not None:
+        return os.fspath(given)
+    stored = (stored_recipe(folder, meta).get("target") or {}).get("chat_template")
+    if stored is not None and not Path(stored).is_file():
+        raise RecipeError(f"{folder} was trained with the chat template {stored}, which is not there; give its place: chat_template=PATH")
+    return stored

@@ -228,4 +228,4 @@ def set_chat_template(tokenizer: Any, path: str | None, name: str) -> None:
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"cannot read target.chat_template {path}: {one_line(error)}") from None
     if not getattr(tokenizer, "chat_template", None):
-        raise RecipeError(f"the tokenizer of {name} has no chat template: set target.chat_template to a jinja file")
+        raise RecipeError(f"the tokenizer of {name} has no chat template: set target.chat_template (in Python: chat_template=PATH) to a jinja file")

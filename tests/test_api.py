@@ -68,6 +68,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, root / "run"
 
 
+def test_a_checkpoint_finds_the_chat_template_it_was_trained_with(tmp_path: Path) -> None:
+    folder, run, jinja = tiny.save(tmp_path / "target", template=None), tmp_path / "run", tmp_path / "chat.jinja"
+    jinja.write_text(tiny.CHATML)
+    target = Target.load(str(folder), chat_template=str(jinja))
+    head = build_head({"type": "eagle3", "taps": [1, 2, 3]}, target.geometry)
+    save_head(head, run / "ckpt" / "final", HeadMeta(target=str(folder), template_hash=target.template_hash))
+    with pytest.raises(RecipeError, match="chat_template=PATH"):
+        SpeculativeDecoder.from_checkpoint(run)
+    assert SpeculativeDecoder.from_checkpoint(run, chat_template=jinja).target.template_hash == target.template_hash
+    (run / "recipe.yaml").write_text(f"target: {{chat_template: {jinja}}}")
+    assert SpeculativeDecoder.from_checkpoint(run).target.template_hash == target.template_hash
+    moved = jinja.rename(tmp_path / "moved.jinja")
+    with pytest.raises(RecipeError, match="chat.jinja, which is not there; .*chat_template=PATH"):
+        SpeculativeDecoder.from_checkpoint(run)
+    assert SpeculativeDecoder.from_checkpoint(run, chat_template=moved).target.template_hash == target.template_hash
+
+
 def test_generate_gives_the_same_text_with_any_draft(checkpoint: tuple[Path, Path]) -> None:
     folder, run = checkpoint
     model, tokenizer = tiny.model(), tiny.tokenizer()
