@@ -24,8 +24,9 @@ from draftheads.recipes.schema import RecipeError
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Train, measure and use draft heads for speculative decoding.\n\n"
-    "A run, in order: `specdec plan` → `distill` → `show-mask` → `train` → `eval` → `generate`. Each command takes the same recipe; "
-    "a command that was stopped goes on where it was when you run it again.",
+    "A run, in order: `specdec plan` → `distill` → `show-mask` → `train` → `eval` → `generate`. The first four take the same recipe, the last "
+    "two the run folder (`--ckpt`), which names all they need. `distill`, `train` and `eval`, when stopped, go on where they were if you run the "
+    "same command again.",
 )
 eval_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 

@@ -1,4 +1,8 @@
-"""Writing that is never half done: to a temporary name beside the goal, fsync, rename. Nothing else in the project opens a result for writing."""
+"""Writing that is never half done: to a temporary name beside the goal, fsync, rename.
+
+Every result is written through here, but for two journals that grow by a line at a time, and whose readers drop a last line that a kill
+cut short: train.jsonl (train/trackers.py) and records.jsonl (eval/records.py).
+"""
 
 from __future__ import annotations
 

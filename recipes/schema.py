@@ -2,7 +2,9 @@
 
 Sections `target, data, head, train, eval, export`. Unknown keys are errors with the nearest valid name. The `head` section stays open:
 its fields are the head file's own `Config` (heads/eagle3.py and its neighbours), validated before any long work by `heads.head_config`.
-A relative path is relative to the recipe's folder. `--set section.key=value` overrides a value; the value is parsed as YAML.
+A relative path is relative to the recipe's folder, except `run`: that one, like its default runs/NAME, is relative to the working directory.
+`--set section.key=value` overrides a value; the value is parsed as YAML, a path in it means what it would mean in the file. (Evaluations
+have no recipe file of the user's: there a path in `--set eval.prompts=` is relative to the working directory, as in `--prompts`.)
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class ExportSection(Section):
 class Recipe(Section):
     """A whole run. `Recipe.load` is the only way in."""
 
-    run: str | None = Field(None, description="run folder; default runs/<name of the recipe> in the working directory")
+    run: str | None = Field(None, description="run folder, relative to the working directory; default runs/<name of the recipe>")
     target: TargetSection
     data: DataSection = DataSection()
     head: dict[str, Any] = Field(description="type: the file name in heads/, and that head's own options")
