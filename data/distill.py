@@ -9,15 +9,13 @@ data under another key is set aside, never reused and never deleted.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from draftheads.data.regenerate import Regenerated, Taps, first_prompt_ids, prom
 from draftheads.heads import head_config
 from draftheads.inference.requests import Round
 from draftheads.inference.target import Target
-from draftheads.recipes.files import write_json, write_text
+from draftheads.recipes.files import locked, write_json, write_text
 from draftheads.recipes.schema import Recipe, RecipeError, content_hash
 
 # Of data.*, what decides a shard's content. batch_size does not (rows don't depend on their batch-mates), so it may change on resuming.
@@ -49,7 +47,7 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
     folder = recipe.run_dir / "distill"
     conversations, dropped = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
     shortcut = content_hash(_recipe_facts(recipe, conversations))
-    with _locked(recipe.run_dir):
+    with locked(recipe.run_dir / ".distill.lock", f"distilling into {folder}", "give this run another folder with --set run=DIR"):
         if target is None and (store := _finished(folder, shortcut)) is not None:
             say(f"distil: {len(store)} rows are ready in {folder} (data {store.hash}), nothing to do", enabled=progress)
             return store
@@ -148,24 +146,6 @@ def _weights_probe(target: Target) -> str:
 
 
 # --- the folder --------------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with its process, however that ends."""
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / ".distill.lock").open("a+") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            handle.seek(0)
-            raise RecipeError(f"another process ({handle.read().strip() or 'pid unknown'}) is distilling into {run / 'distill'}; wait for it, "
-                              "or give this run another folder with --set run=DIR") from None
-        handle.seek(0)
-        handle.truncate()
-        handle.write(f"pid {os.getpid()}")
-        handle.flush()
-        yield
 
 
 def _finished(folder: Path, shortcut: str) -> RowStore | None:

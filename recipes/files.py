@@ -6,6 +6,7 @@ cut short: train.jsonl (train/trackers.py) and records.jsonl (eval/records.py).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from draftheads.recipes.schema import RecipeError
 
 
 @contextmanager
@@ -94,6 +97,24 @@ def recover_folder(goal: str | os.PathLike[str]) -> None:
 
 def _set_aside(goal: Path) -> Path:
     return goal.parent / f".{goal.name}.old"
+
+
+@contextmanager
+def locked(path: Path, doing: str, cure: str) -> Iterator[None]:
+    """One process at a time; the lock goes with its process, however that ends. RecipeError "another process (pid 7) is {doing}; wait for it,
+    or {cure}" where one is at work."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.seek(0)
+            raise RecipeError(f"another process ({handle.read().strip() or 'pid unknown'}) is {doing}; wait for it, or {cure}") from None
+        handle.seek(0)
+        handle.truncate()
+        handle.write(f"pid {os.getpid()}")
+        handle.flush()
+        yield
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

@@ -24,6 +24,7 @@ from draftheads.data.show_mask import masked_rows, print_masks
 from draftheads.data.template import render
 from draftheads.inference.requests import Captured, Completion, Round
 from draftheads.inference.target import Target
+from draftheads.recipes.files import locked
 from draftheads.recipes.schema import Recipe, RecipeError
 
 WORDS = "tell me about the sea and what fish eat when winter comes over cold dark water".split()
@@ -341,7 +342,7 @@ def test_damaged_and_foreign_shards_are_regenerated_to_the_same_bytes(tmp_path, 
 
 def test_two_processes_in_one_folder(tmp_path, target):
     recipe = recipe_of(tmp_path)
-    with module._locked(recipe.run_dir), pytest.raises(RecipeError, match=f"pid {os.getpid()}.*--set run=DIR"):
+    with locked(recipe.run_dir / ".distill.lock", "", ""), pytest.raises(RecipeError, match=f"pid {os.getpid()}.*--set run=DIR"):
         distill(recipe, target=target, progress=False)
     distill(recipe, target=target, progress=False)
 
