@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftheads.eval.work import Evaluation
+from draftheads.inference.drafters.head import HeadDrafter
 from draftheads.recipes.schema import content_hash
 
 
@@ -29,12 +30,17 @@ def provenance_of(work: Evaluation, seconds: float) -> dict[str, Any]:
     meta, target = work.checkpoint.meta, work.target
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": _versions(), "hardware": _hardware(target.device),
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads(), "draft weights": _draft_weights(work),
         "target": {"name": target.name, "revision": target.revision, "template_hash": target.template_hash, "packed": target.packed,
                    "attention of the baseline": "draftheads, folded groups", "attention of transformers": "its default"},
         "checkpoint": {"name": work.checkpoint.name, **work.checkpoint.hashes()},
         "recipe_hash": meta.recipe_hash, "data_hash": meta.data_hash, "seconds": round(seconds, 1),
     }
+
+
+def _draft_weights(work: Evaluation) -> str:
+    heads = [d for d in (*work.drafters.values(), getattr(work.drafters.get("composite"), "second", None)) if isinstance(d, HeadDrafter)]
+    return "no head" if not heads else "int8" if heads[0].int8 else work.dtype
 
 
 def _versions() -> dict[str, str]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftheads.data.conversations import Conversation, read_prompts
 from draftheads.data.template import encode, render
 from draftheads.eval.checkpoints import find_folder
@@ -20,6 +22,7 @@ from draftheads.inference.drafters.composite import Composite
 from draftheads.inference.drafters.head import HeadDrafter
 from draftheads.inference.drafters.ngram import NgramDrafter
 from draftheads.inference.drafters.none import NoDrafter
+from draftheads.inference.int8 import can_int8
 from draftheads.inference.requests import Request
 from draftheads.inference.target import Target
 from draftheads.recipes.files import sha256_file
@@ -135,7 +138,7 @@ def load_drafters(checkpoint: Checkpoint, target: Target, names: Sequence[str], 
     head: HeadDrafter | None = None
     if "head" in names or "composite" in names:
         module, _ = load_head(checkpoint.folder, geometry=target.geometry, template_hash=target.template_hash)
-        head = HeadDrafter(module, target)
+        head = HeadDrafter(module, target, int8=_int8(checkpoint.recipe.eval.draft_weights, target))
     found: dict[str, Drafter] = {}
     for name in dict.fromkeys(names):
         if name == "none":
@@ -145,6 +148,14 @@ def load_drafters(checkpoint: Checkpoint, target: Target, names: Sequence[str], 
         elif head is not None:
             found[name] = head if name == "head" else Composite(NgramDrafter(ngram.min_match, ngram.max_match), head)
     return found
+
+
+def _int8(wanted: str, target: Target) -> bool:
+    """On CPUs a draft step in int8 costs a fraction and loses hardly an acceptance (benchmarks/RESULTS.md); the output is the target's anyway."""
+    able = target.device.type == "cpu" and target.dtype == torch.float32 and can_int8()
+    if wanted == "int8" and not able:
+        raise RecipeError("eval.draft_weights int8 wants a float32 target on a CPU with torch's quantised operators; use float32")
+    return able and wanted != "float32"
 
 
 def set_gamma(drafter: Drafter, gamma: dict[str, int]) -> int:

@@ -136,6 +136,7 @@ class EvalSection(Section):
     drafters: list[Literal["none", "ngram", "head", "composite"]] = Field(["none", "ngram", "head", "composite"], min_length=1)
     gamma: int | Literal["auto"] = Field("auto", description="draft length of the timed runs; auto: chosen from the measured costs")
     tau_gamma: int = Field(4, ge=1, description="draft length at which the head's τ is reported")
+    draft_weights: Literal["auto", "float32", "int8"] = Field("auto", description="auto: int8 on CPUs that can, else the target's dtype")
     ngram: NgramSection = NgramSection()
     temperature: float = Field(0.0, ge=0)
     top_k: int = Field(0, ge=0)

@@ -16,6 +16,8 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
+    if not console.is_terminal:  # a log file or a pipe has no width of its own; rich would take 80 columns and break the table's words
+        console = Console(highlight=False, width=120)
     tables = [(COLUMNS, main_rows(report))]
     if len(report["by_category"]) > 1:
         tables.append((category_columns(report), category_rows(report)))

@@ -59,6 +59,7 @@ class HeadDrafter(Drafter):
     def __init__(self, head: DraftHead, target: Target, *, min_confidence: float = 0.0, int8: bool = False) -> None:
         check_geometry(head.geometry, target.geometry, "the head")
         self.head = inference_copy(head, target, int8)
+        self.int8 = int8
         self.taps = tuple(head.taps)
         self.min_confidence = min_confidence
         self.vocab_size = target.geometry.vocab_size
