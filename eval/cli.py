@@ -126,7 +126,7 @@ def eval_command(
     transformers: Annotated[float | None, typer.Option("--transformers", help="Share of the prompts that transformers' generate runs too.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own choice.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the report; default: report/ of the run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the report; default: report/ of the run (--quick: report-quick/).")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt per category, 32 tokens: a look, not a result.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if this evaluation is (partly) done.")] = False,
     overrides: SetOption = [],  # noqa: B006
@@ -147,6 +147,8 @@ def eval_command(
     from draftheads.eval.run import evaluate, silence
 
     silence()
+    if quick and out is None:  # a look must not take the place of a result
+        out = (checkpoint.run or checkpoint.folder) / "report-quick"
     outcome = evaluate(checkpoint, out=out, threads=threads, device=device, fresh=fresh, quiet=as_json)
     if as_json:
         print(json.dumps(outcome.report, ensure_ascii=False, indent=2))

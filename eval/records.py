@@ -1,6 +1,6 @@
 """What an evaluation writes while it runs: one JSON line per block, so that a killed run goes on where it stopped.
 
-    line 1   {"kind": "settings", …}      another evaluation's file is not continued
+    line 1   {"kind": "settings", …}      another evaluation's file is not continued, but set aside as records.<hash>.jsonl
     line 2   {"kind": "costs", …}         measured costs and the γ they chose: a resumed run keeps them
     then     {"kind": "block", …}         one block of prompts, run by every contender
              {"kind": "untimed", …}       one drafter's acceptance at eval.tau_gamma
@@ -19,6 +19,7 @@ from typing import Any
 
 from draftheads.inference.measure import Timed
 from draftheads.inference.requests import Completion, Request, RoundStat
+from draftheads.recipes.files import sha256_file
 
 TRANSFORMERS = "transformers"
 
@@ -87,6 +88,8 @@ class Journal:
             os.truncate(path, length)  # a cut last line would glue itself to the next one
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        if found:  # hours of measuring: kept, by its content, so that nothing set aside is ever overwritten by something else
+            os.replace(path, path.with_name(f"{path.stem}.{sha256_file(path)[:12]}{path.suffix}"))
         path.write_text("")
         self._write({"kind": "settings", **settings})
 

@@ -31,6 +31,7 @@ from draftheads.eval.trace import traces
 from draftheads.eval.work import SPARE, Evaluation
 from draftheads.inference import metrics
 from draftheads.inference.requests import Completion
+from draftheads.recipes.files import locked, write_json, write_text
 
 
 @dataclass
@@ -57,29 +58,29 @@ def evaluate(
     if threads is not None:
         torch.set_num_threads(threads)
     chosen, others, dropped = subject.read_conversations(section)
-    with Progress(quiet=quiet) as progress:
-        progress.stage(f"loading {checkpoint.recipe.target.name} and {checkpoint.name}", 1, "models")
-        target = subject.load_target(checkpoint, device=device)
-        room = section.max_new_tokens + SPARE
-        prompts = subject.render_prompts(target, chosen, room)
-        calibration = calibration_prompts(target, others, checkpoint, prompts, room)
-        drafters = subject.load_drafters(checkpoint, target, section.drafters, section.ngram)
-        progress.finish()
-        work = Evaluation(checkpoint, section, target, drafters, prompts, calibration, progress)
-        settings = settings_of(work)
-        journal = Journal(folder / "records.jsonl", settings, fresh=fresh)
-        evidence = _gather(work, journal)
-        trace = traces(target.tokenizer, prompts, evidence.blocks, evidence.under_test)
-    provenance = provenance_of(work, time.monotonic() - began)
-    report = build_report(evidence, settings={**settings, "dropped_prompts": dropped}, provenance=provenance, trace=trace)
-    _write(report, folder)
+    with locked(folder / ".eval.lock", f"evaluating into {folder}", "give this evaluation another folder: --out DIR"):
+        with Progress(quiet=quiet) as progress:
+            progress.stage(f"loading {checkpoint.recipe.target.name} and {checkpoint.name}", 1, "models")
+            target = subject.load_target(checkpoint, device=device)
+            room = section.max_new_tokens + SPARE
+            prompts = subject.render_prompts(target, chosen, room)
+            calibration = calibration_prompts(target, others, checkpoint, prompts, room)
+            drafters = subject.load_drafters(checkpoint, target, section.drafters, section.ngram)
+            progress.finish()
+            work = Evaluation(checkpoint, section, target, drafters, prompts, calibration, progress)
+            settings = settings_of(work)
+            journal = Journal(folder / "records.jsonl", settings, fresh=fresh)
+            evidence = _gather(work, journal)
+            trace = traces(target.tokenizer, prompts, evidence.blocks, evidence.under_test)
+        provenance = provenance_of(work, time.monotonic() - began)
+        report = build_report(evidence, settings={**settings, "dropped_prompts": dropped}, provenance=provenance, trace=trace)
+        _write(report, folder)
     return Outcome(report, folder)
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:
     from draftheads.eval.report.html import render_html
     from draftheads.eval.report.markdown import render_markdown
-    from draftheads.recipes.files import write_json, write_text
 
     write_text(folder / "report.md", render_markdown(report))
     write_text(folder / "report.html", render_html(report))

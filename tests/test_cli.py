@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 import yaml
 
 import tiny
-from draftheads.eval import cli
+from draftheads.eval import cli, summary
 from draftheads.eval.launch import training_command
 from draftheads.eval.plan import make_plan, target_parameters
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import HeadMeta, save_head
 from draftheads.inference.target import Target
+from draftheads.recipes.files import locked
 from draftheads.recipes.schema import Geometry, Recipe, RecipeError
 
 RECIPES = Path(cli.__file__).parent.parent / "recipes"
@@ -163,8 +165,30 @@ def test_specdec_eval_whole_by_subprocess(run_folder, tmp_path):
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
 
 
+def test_a_quick_look_leaves_the_result_alone(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(summary, "SPEED_LIMIT", 100.0)
+    shutil.copytree(run_folder, tmp_path / "run")
+    words = ["--ckpt", tmp_path / "run", "--json", "--gamma", "2", "--drafters", "none,ngram", "--transformers", "0"]
+    assert specdec_eval(*words) == 0
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run/report").iterdir()}
+    assert specdec_eval(*words, "--quick") == 0
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run/report").iterdir()} == before
+    assert (tmp_path / "run/report-quick/report.json").is_file()
+    # Other settings in the same folder: what was measured is set aside, not lost.
+    assert specdec_eval(*words, "--max-new-tokens", "6") == 0
+    (aside,) = (tmp_path / "run/report").glob("records.*.jsonl")
+    assert aside.read_bytes() == before["records.jsonl"]
+    assert specdec_eval(*words, "--max-new-tokens", "6", "--fresh") == 0
+    assert len(list((tmp_path / "run/report").glob("records.*.jsonl"))) == 2
+    capsys.readouterr()
+    with locked(tmp_path / "run/report/.eval.lock", "", ""):
+        assert specdec_eval(*words) == 2
+    assert "another process (pid" in (said := one_line(capsys)) and "--out DIR" in said
+
+
 def test_failed_evaluation_exits_with_1(run_folder, tmp_path, monkeypatch, capsys):
     """The records of a finished run in which one answer was altered: rendered again, they fail."""
+    monkeypatch.setattr(summary, "SPEED_LIMIT", 100.0)  # three runs of milliseconds on a busy machine prove nothing about the clock
     words = ["--ckpt", run_folder, "--out", tmp_path, "--json", "--gamma", "2", "--drafters", "none,ngram", "--transformers", "0"]
     assert specdec_eval(*words) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
