@@ -121,6 +121,10 @@ def parse(record: dict[str, Any], *, source: str, system: str | None = None) -> 
 
 def _named(conversation: Conversation, record: dict[str, Any]) -> Conversation:
     given = record.get("id") if record.get("id") not in (None, "") else record.get("conversation_id")
+    try:
+        "".join([str(given), conversation.category, conversation.text or "", *(m["content"] for m in conversation.messages)]).encode()
+    except UnicodeEncodeError:  # JSON may spell half a character: \\ud800
+        raise Dropped("half a surrogate pair") from None
     return replace(conversation, id=str(given) if given not in (None, "") else f"{conversation.source}/{conversation.hash[:12]}")
 
 
@@ -209,7 +213,7 @@ def _file(path: Path) -> Iterable[dict[str, Any]]:
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             records = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecipeError(f"{path} is not valid JSON: {error}") from None
         return [_object(r, f"{path}, record {i + 1}") for i, r in enumerate(records)]
     return _jsonl(text, str(path))
@@ -221,7 +225,7 @@ def _jsonl(text: str, name: str) -> Iterator[dict[str, Any]]:
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RecipeError(f"{name}, line {number}: not valid JSON ({error}); mend or remove the line") from None
             yield _object(record, f"{name}, line {number}")
 

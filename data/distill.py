@@ -151,7 +151,7 @@ def _weights_probe(target: Target) -> str:
 def _finished(folder: Path, shortcut: str) -> RowStore | None:
     """The undamaged store of this very recipe, or None. (A manifest is written when every shard is there.)"""
     try:
-        store = RowStore.open(folder)
+        store = RowStore.open(folder, deep=True)
     except RecipeError:
         return None
     return store if store.manifest.get("shortcut") == shortcut else None
@@ -188,7 +188,7 @@ def _receipts(folder: Path, facts: dict[str, Any], count: int, progress: bool) -
     found: dict[int, dict[str, Any] | None] = {}
     for number in range(count):
         try:
-            receipt = read_receipt(folder, shard_name(number))
+            receipt = read_receipt(folder, shard_name(number), deep=True)
         except ShardError as error:
             say(f"distil: {str(error).partition(';')[0]}; regenerating it", enabled=progress)
             receipt = None
@@ -203,6 +203,8 @@ def _shard_key(facts: dict[str, Any], number: int) -> str:
 def _check_prompts(target: Target, recipe: Recipe, conversations: Sequence[Conversation], taps: Taps | None, folder: Path) -> None:
     """Before any long work: some prompt fits, and the disk holds what is to come."""
     room = prompt_room(target, recipe.data)
+    if (chat := next((c for c in conversations if c.text is None), None)) is not None:
+        first_prompt_ids(target.tokenizer, chat)  # is there a chat template?
     lengths: list[int] = []
     for conversation in conversations:
         lengths.append(len(first_prompt_ids(target.tokenizer, conversation)))
@@ -212,6 +214,9 @@ def _check_prompts(target: Target, recipe: Recipe, conversations: Sequence[Conve
     if not fitting:
         raise RecipeError(f"all {len(lengths)} prompts are longer than {room} tokens (the shortest has {min(lengths)}); raise "
                           f"data.max_prompt_tokens (the target has {target.geometry.max_positions} positions), or give shorter prompts")
+    if recipe.train.supervise == "answers" and (recipe.data.max_new_tokens < 2 or min(fitting) + 2 > recipe.train.max_len):
+        raise RecipeError(f"the mask covers nothing: no row can hold two answer tokens, as data.max_new_tokens is {recipe.data.max_new_tokens}, "
+                          f"train.max_len {recipe.train.max_len} and the shortest prompt {min(fitting)} tokens; raise what is too small")
     tokens = sum(c.turns for c in conversations) * (sum(fitting) / len(fitting) + recipe.data.max_new_tokens)
     size = int(tokens * (bytes_per_token(len(taps), target.geometry.hidden_size) + 10 if taps is not None else 20))
     free = shutil.disk_usage(folder).free

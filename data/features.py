@@ -266,7 +266,11 @@ class _Shard:
         for length in lengths:
             self.starts.append(self.starts[-1] + length)
         # Not splitlines(): JSON strings may hold U+2028 and its kin, which are no line ends here.
-        self.metas = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").split("\n") if line]
+        path = folder / f"{name}.jsonl"
+        try:
+            self.metas = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        except (OSError, ValueError) as error:
+            raise ShardError(f"{path} cannot be read ({error}); {CURE}") from None
 
     def tokens(self, row: int) -> tuple[Tensor, Tensor]:
         span = slice(self.starts[row], self.starts[row + 1])

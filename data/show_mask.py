@@ -54,7 +54,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
         raise RecipeError(f"cannot load the tokenizer of {section.name}: {' '.join(str(error).split())[:200]}") from None
-    sources.set_chat_template(tokenizer, section.chat_template, section.name)
+    sources.set_chat_template(tokenizer, section.chat_template)
     return tokenizer
 
 

@@ -24,8 +24,8 @@ MARKER = "generation"
 def render_text(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
     """The template's text. RecipeError without a template, or where the template refuses the conversation (its own words are kept)."""
     if not getattr(tokenizer, "chat_template", None):
-        raise RecipeError("the tokenizer has no chat template: set target.chat_template to a jinja file, or use prompts of the form "
-                          '{"text": …}, which are continued as they are')
+        raise RecipeError("the tokenizer has no chat template: set target.chat_template (in Python: chat_template=PATH) to a jinja file, or use "
+                          'prompts of the form {"text": …}, which are continued as they are')
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # jinja's errors and whatever the template raises

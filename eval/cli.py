@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from draftheads.eval.checkpoints import find_folder
+from draftheads.recipes.files import blocked
 from draftheads.recipes.schema import RecipeError
 
 app = typer.Typer(
@@ -62,6 +63,8 @@ def guard(name: str, command: Callable[[], Any]) -> int:
             return _reader_left()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
+        if isinstance(error, OSError) and (line := blocked(error)) is not None:
+            return _say(name, f"error: {_one_line(line)}", 2)
         usage = getattr(error, "format_message", None)  # click's own errors, whichever click typer brings along
         if usage is not None:
             return _say(name, f"error: {_one_line(usage())} See {name} --help.", 2)
@@ -173,6 +176,13 @@ def _gamma(value: str | None) -> int | str | None:
         raise RecipeError(f"--gamma is {value!r}; wanted a whole number, or 'auto'") from None
 
 
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"stdin is not UTF-8 text: {error}") from None
+
+
 def _positive(value: int | None, name: str) -> None:
     if value is not None and value < 1:
         raise RecipeError(f"{name} is {value}; it must be at least 1")
@@ -263,11 +273,10 @@ def train(
 
     For several machines, or your own accelerate configuration, use that command with your options.
     """
-    from draftheads.eval.launch import training_command
+    from draftheads.eval.launch import run_launcher, training_command
 
     _load(recipe, overrides)
     import shlex
-    import subprocess
 
     import torch
 
@@ -275,7 +284,7 @@ def train(
 
     print(shlex.join(command), file=sys.stderr, flush=True)
     if not dry_run:
-        raise typer.Exit(subprocess.run(command, check=False).returncode)
+        raise typer.Exit(run_launcher(command))
 
 
 @app.command()
@@ -310,7 +319,12 @@ def generate(
     from draftheads.eval.talk import Ask, talk
 
     silence()
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _stdin() if prompt == "-" else prompt
+    for name, value in (("the prompt", text), ("--system", system or ""), *(("--stop", s) for s in stop)):
+        if name == "--stop" and not value:
+            raise RecipeError("--stop is empty: every answer would end at once")
+        if not value.isascii() and value != value.encode(errors="replace").decode():
+            raise RecipeError(f"{name} holds bytes that are no UTF-8 text")
     ask = Ask(text, system, drafter, gamma, max_new_tokens, temperature, top_k, top_p, seed, tuple(stop))
     found = talk(checkpoint, ask, device=device, show_accepted=show_accepted, silent=as_json)
     if as_json:

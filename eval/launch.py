@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +18,7 @@ def training_command(recipe: Path, overrides: Sequence[str], processes: int, *, 
     spec = importlib.util.find_spec("draftheads.train.eagle")
     if spec is None or spec.origin is None:
         raise RecipeError("draftheads.train.eagle is not installed: install the package again (pip install -e .)")
-    options = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    options = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--quiet"]
     if processes > 1:
         options.append("--multi_gpu")  # on CPUs too: --cpu with several processes silently starts one
     elif not cuda:
@@ -25,3 +27,11 @@ def training_command(recipe: Path, overrides: Sequence[str], processes: int, *, 
         options += ["--num_cpu_threads_per_process", str(max(1, len(os.sched_getaffinity(0)) // processes))]
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, spec.origin, "--recipe", str(recipe)]
     return command + [part for item in overrides for part in ("--set", item)]
+
+
+def run_launcher(command: Sequence[str]) -> int:
+    """The exit code of the script, which leaves it in a file: accelerate's launcher makes 1 of every code but 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder) / "code"
+        code = subprocess.run(command, check=False, env={**os.environ, "DRAFTHEADS_EXIT_CODE": str(note)}).returncode
+        return int(note.read_text()) if code and note.is_file() else code

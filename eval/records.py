@@ -115,8 +115,11 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
             if not line.endswith(b"\n"):
                 break
             try:
-                entries.append(json.loads(line))
+                entry = json.loads(line)
             except ValueError:
                 break
+            if not isinstance(entry, dict) or "kind" not in entry:
+                break
+            entries.append(entry)
             length += len(line)
     return entries, length

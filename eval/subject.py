@@ -56,7 +56,8 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
     raw.setdefault("head", meta.head)
     for item in overrides:
         apply_override(raw, item)
-    raw["eval"] = {**(raw.get("eval") or {}), **(options or {})}
+    if isinstance(raw.get("eval") or {}, dict):
+        raw["eval"] = {**(raw.get("eval") or {}), **(options or {})}
     recipe: Recipe = validate(Recipe, raw, f"recipe of {folder}")
     if recipe.eval.gamma != "auto" and recipe.eval.gamma < 1:
         raise RecipeError(f"eval.gamma is {recipe.eval.gamma}; wanted 'auto' or a draft length of at least 1")

@@ -22,7 +22,7 @@ from torch import Tensor
 from draftheads.heads import build_head
 from draftheads.heads.base import DraftHead
 from draftheads.heads.vocab import vocab_hash
-from draftheads.recipes.files import atomic_folder, existing_folder
+from draftheads.recipes.files import atomic_folder, existing_folder, sha256_file
 from draftheads.recipes.schema import Geometry, RecipeError, read_yaml, validate
 
 FORMAT = 1
@@ -47,6 +47,7 @@ class HeadMeta(BaseModel):
     geometry: Geometry | None = None
     taps: tuple[int | str, ...] = ()
     draft_vocab_hash: str | None = None
+    weights_hash: str | None = Field(None, description="sha256 of model.safetensors")
 
 
 def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -> None:
@@ -61,6 +62,7 @@ def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -
     with atomic_folder(folder) as part:
         save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
         (part / WEIGHTS).chmod(0o644)  # safetensors makes it private
+        meta = meta.model_copy(update={"weights_hash": sha256_file(part / WEIGHTS)})
         (part / CONFIG).write_text(_json(head.engine_config()))  # type: ignore[operator]
         (part / META).write_text(_json(meta.model_dump(mode="json")))
 
@@ -123,6 +125,8 @@ def load_head(
     except RecipeError as error:
         raise RecipeError(f"{folder}: {error}") from None
     _check_weights(head.state_dict(), weights, folder / WEIGHTS)
+    if meta.weights_hash is not None and sha256_file(folder / WEIGHTS) != meta.weights_hash:
+        raise RecipeError(f"{folder / WEIGHTS} is not the file that was written (its sha256 differs): copy the checkpoint again")
     head.load_state_dict(weights)
     _check_config(head.engine_config(), _read_json(folder / CONFIG), folder / CONFIG)  # type: ignore[operator]
     return head, meta

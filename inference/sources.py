@@ -220,12 +220,10 @@ def template_hash(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def set_chat_template(tokenizer: Any, path: str | None, name: str) -> None:
-    """Use the jinja file where one is given; a tokenizer without any template is an error."""
+def set_chat_template(tokenizer: Any, path: str | None) -> None:
+    """Use the jinja file where one is given. Without any template only plain texts can be prompts: rendering a chat says so."""
     if path is not None:
         try:
             tokenizer.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"cannot read target.chat_template {path}: {one_line(error)}") from None
-    if not getattr(tokenizer, "chat_template", None):
-        raise RecipeError(f"the tokenizer of {name} has no chat template: set target.chat_template (in Python: chat_template=PATH) to a jinja file")

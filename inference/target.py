@@ -75,11 +75,11 @@ class Target:
         dtype "auto": bfloat16 on CUDA, float32 on a CPU. packed "auto": packed weights for float32 on a CPU. geometry: the recipe's; a target
         that differs is an error. chat_template: path of a jinja file, for a tokenizer without one.
         """
-        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        where = _device(device)
         kind = getattr(torch, dtype) if dtype != "auto" else torch.bfloat16 if where.type == "cuda" else torch.float32
         source = sources.locate(name, revision)
         model, tokenizer, revision = sources.load(source, kind, where, trust_remote_code, geometry)
-        sources.set_chat_template(tokenizer, chat_template, name)
+        sources.set_chat_template(tokenizer, chat_template)
         model.requires_grad_(False)
         pack = where.type == "cpu" and kind == torch.float32 and can_pack() if packed == "auto" else bool(packed)
         return cls(model, tokenizer, name, revision, pack)
@@ -88,7 +88,7 @@ class Target:
     def from_model(cls, model: Any, tokenizer: Any, *, name: str = "in-memory", packed: bool = False, chat_template: str | None = None) -> Target:
         """A model already in memory, used in place. packed=True replaces its linear layers."""
         if chat_template is not None:
-            sources.set_chat_template(tokenizer, chat_template, name)
+            sources.set_chat_template(tokenizer, chat_template)
         return cls(model, tokenizer, name, None, packed)
 
     def _pack(self) -> None:
@@ -171,6 +171,16 @@ def _is_chain(tree: DraftTree) -> bool:
     """Chains are by far the most frequent trees, and need no ancestor matrix."""
     N = tree.width
     return bool((tree.parents_BN == torch.arange(-1, N - 1, device=tree.parents_BN.device)).all())
+
+
+def _device(name: torch.device | str | None) -> torch.device:
+    """The named device, by default a GPU if there is one. RecipeError where it is not here."""
+    try:
+        found = torch.device(name if name is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # an unknown name; torch without CUDA; a GPU that is not there
+        raise RecipeError(f"device {name}: {' '.join(str(error).split())[:200]}") from None
+    return found
 
 
 def _layers(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:

@@ -6,6 +6,7 @@ cut short: train.jsonl (train/trackers.py) and records.jsonl (eval/records.py).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,6 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.recipes.schema import RecipeError
+
+# What the user can mend: a place that may not be written, a file where a folder should be (or the reverse), a full disk.
+BLOCKED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+
+
+def blocked(error: OSError) -> str | None:
+    """One line for such an error, None for any other."""
+    if error.errno not in BLOCKED or error.filename is None:
+        return None
+    return f"{error.filename}: {error.strerror}; mend that, or choose another folder"
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class RecipeError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Geometry(Section):
@@ -92,7 +92,7 @@ class TrainSection(Section):
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon for the matrices, AdamW for the rest")
     lr: float = Field(1e-4, gt=0)
     muon_lr: float = Field(0.02, gt=0, description="peak rate of the matrices under muon; follows the same schedule")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(0.5, gt=0)
     warmup: float = Field(0.05, ge=0, lt=1, description="fraction of the steps")
@@ -170,7 +170,10 @@ class Recipe(Section):
         for item in overrides:
             apply_override(raw, item)
         recipe = validate(cls, raw, str(path))
-        return recipe._resolved(path)
+        try:
+            return recipe._resolved(path)
+        except (OSError, ValueError, RuntimeError) as error:  # a name too long for a path, a NUL in it, the home of no one
+            raise RecipeError(f"{path}: a value is no path: {' '.join(str(error).split())[:300]}") from None
 
     def _resolved(self, path: Path) -> Recipe:
         base = path.resolve().parent
@@ -230,7 +233,12 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecipeError):
+        raise
+    except (ValueError, TypeError, RecursionError) as error:  # a date like 2024-13-45, a node of another kind than its tag, [[[[…
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

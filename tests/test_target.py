@@ -294,8 +294,7 @@ def test_lm_head_may_exceed_the_tokenizer(tmp_path) -> None:
 
 def test_chat_template(tmp_path) -> None:
     folder = str(tiny.save(tmp_path / "t", template=None))
-    with pytest.raises(RecipeError, match="no chat template: set target.chat_template"):
-        Target.load(folder)
+    assert Target.load(folder).tokenizer.chat_template is None  # enough for plain texts; rendering a chat is refused
     with pytest.raises(RecipeError, match="cannot read target.chat_template"):
         Target.load(folder, chat_template=str(tmp_path / "absent.jinja"))
     (tmp_path / "own.jinja").write_text(tiny.CHATML)

@@ -18,6 +18,7 @@ def main() -> int:
     # Running this file put train/ first on the path: `import step` and the like would find second copies of our modules.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != here]
+    from draftheads.recipes.files import blocked
     from draftheads.recipes.schema import Recipe, RecipeError
 
     try:
@@ -25,11 +26,23 @@ def main() -> int:
         from draftheads.train import run
 
         return run.main(recipe)
-    except RecipeError as error:
+    except (RecipeError, OSError) as error:
+        line = str(error) if isinstance(error, RecipeError) else blocked(error)
+        if line is None:
+            raise
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {' '.join(line.split())}", file=sys.stderr)
         return 2
 
 
+def leave(code: int) -> None:
+    """Exit. The launcher hides the code, so `specdec train` names a file for it."""
+    note = os.environ.get("DRAFTHEADS_EXIT_CODE")
+    if note and os.environ.get("RANK", "0") == "0":
+        with open(note, "w") as out:
+            out.write(str(code))
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

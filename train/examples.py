@@ -71,11 +71,20 @@ def survey(store: RowStore, train: TrainSection, vocab_size: int) -> Survey:
 def draft_vocabulary(found: Survey, size: int, target: Target) -> Tensor:
     """Sorted ids: what the target produced most, then (a small run sees few distinct tokens) what prompts hold, then low ids, the frequent
     ones of a BPE vocabulary. Ends of answers and turns are in; lm_head rows beyond the tokenizer are not."""
-    usable, V = min(len(target.tokenizer), len(found.produced_V)), len(found.produced_V)
+    required, forbidden = vocabulary_bounds(size, target)
+    V = len(found.produced_V)
     by_id_V = 1.0 / (torch.arange(V, dtype=torch.float64) + 64)
     prior_V = by_id_V / by_id_V.sum() + found.tokens_V / found.tokens_V.sum()
-    required = [i for i in target.eos_ids if i < usable]
-    return build_draft_vocab(found.produced_V, size, required=required, forbidden=range(usable, V), prior_V=prior_V)
+    return build_draft_vocab(found.produced_V, size, required=required, forbidden=forbidden, prior_V=prior_V)
+
+
+def vocabulary_bounds(size: int, target: Target) -> tuple[list[int], range]:
+    """Ids that a draft vocabulary of this size must hold, and those it must not. RecipeError where it cannot be."""
+    V = target.geometry.vocab_size
+    usable = min(len(target.tokenizer), V)
+    required, forbidden = sorted(i for i in target.eos_ids if i < usable), range(usable, V)
+    build_draft_vocab(torch.zeros(V), size, required=required, forbidden=forbidden)
+    return required, forbidden
 
 
 @dataclass

@@ -33,7 +33,7 @@ from draftheads.heads.checkpoint import HeadMeta, read_meta, save_head
 from draftheads.inference.target import Target
 from draftheads.recipes.files import recover_folder, write_json, write_text
 from draftheads.recipes.schema import Recipe, RecipeError
-from draftheads.train.examples import Examples, draft_vocabulary, survey, target_features
+from draftheads.train.examples import Examples, draft_vocabulary, survey, target_features, vocabulary_bounds
 from draftheads.train.loop import fit
 from draftheads.train.resume import check_facts, facts_of, newest_state
 from draftheads.train.step import TrainStep, chunk_size
@@ -65,13 +65,14 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     target = Target.load(recipe.target.name, revision=recipe.target.revision, dtype=recipe.target.dtype, device=accelerator.device,
                          trust_remote_code=recipe.target.trust_remote_code, chat_template=recipe.target.chat_template,
                          geometry=recipe.target.geometry)
-    config = head_config(recipe.head, target.geometry)
+    size = getattr(head_config(recipe.head, target.geometry), "draft_vocab_size", None)
+    if size is not None:
+        vocabulary_bounds(size, target)  # before the long work
     if accelerator.is_main_process:
         distill(recipe, target=target)
     accelerator.wait_for_everyone()
     store = RowStore.open(recipe.run_dir / "distill")
     found = survey(store, section, target.geometry.vocab_size)
-    size = getattr(config, "draft_vocab_size", None)
     draft_ids = draft_vocabulary(found, size, target) if size is not None else None
 
     torch.manual_seed(section.seed)
