@@ -101,14 +101,15 @@ def run_block(work: Evaluation, index: int, prompts: list[Prompt], contenders: l
 def _differences(work: Evaluation, block: Block, prompts: list[Prompt]) -> list[dict[str, Any]]:
     """Greedy: none against every drafter, and transformers (where it ran) against all of ours."""
     pairs = [(a, b) for a in (TRANSFORMERS, "none") for b in work.drafters if a in block.runs and a != b]
-    tokenizer = work.target.tokenizer
-    found = []
-    for row, prompt in enumerate(prompts):
-        for a, b in pairs:
-            expected, got = (block.runs[n].completions[row].tokens for n in (a, b))
-            result: Divergence = compare(expected, got, target_logits(work.target, prompt.ids), work.dtype)
-            item = {"id": prompt.id, "category": prompt.category, "pair": f"{a}/{b}", **result.to_json()}
-            if result.verdict != IDENTICAL:
-                item |= {f"{key}_text": None if (t := item[key]) is None else tokenizer.decode([t]) for key in ("expected", "found")}
-            found.append(item)
-    return found
+    tokens = {name: [c.tokens for c in timed.completions] for name, timed in block.runs.items()}
+    return [difference(work, prompt, f"{a}/{b}", tokens[a][row], tokens[b][row]) for row, prompt in enumerate(prompts) for a, b in pairs]
+
+
+def difference(work: Evaluation, prompt: Prompt, pair: str, expected: Sequence[int], got: Sequence[int]) -> dict[str, Any]:
+    """lossless.compare of two outputs of one prompt, with what the report shows beside it."""
+    result: Divergence = compare(expected, got, target_logits(work.target, prompt.ids), work.dtype)
+    item = {"id": prompt.id, "category": prompt.category, "pair": pair, **result.to_json()}
+    if result.verdict == IDENTICAL:
+        return item
+    texts = {f"{key}_text": None if (t := item[key]) is None else work.target.tokenizer.decode([t]) for key in ("expected", "found")}
+    return item | texts

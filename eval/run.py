@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from draftheads.eval import subject
-from draftheads.eval.blocks import plan_blocks, run_blocks
+from draftheads.eval.blocks import difference, plan_blocks, run_blocks
 from draftheads.eval.calibrate import calibration_prompts, choose_costs, training_prompts
 from draftheads.eval.cost_model import Costs
 from draftheads.eval.progress import Progress
@@ -92,23 +92,25 @@ def _gather(work: Evaluation, journal: Journal) -> Evidence:
     section = work.section
     blocks = {b.index: b for b in map(Block.from_json, journal.of("block"))}
     untimed = {e["drafter"]: timed_from_json(e, e["ids"]).completions for e in journal.of("untimed")}
+    differences = {e["drafter"]: e.get("differences", []) for e in journal.of("untimed")}
     if blocks:
         work.progress.note(f"resuming: {len(blocks)} of {len(plan_blocks(work))} blocks are done")
     costs = choose_costs(work, journal)
     work.gamma = costs["gamma"]
     run_blocks(work, journal, blocks)
-    _run_untimed(work, journal, untimed)
+    _run_untimed(work, journal, blocks, untimed, differences)
     return Evidence(
         [blocks[i] for i in sorted(blocks)], list(work.drafters), work.gamma, section.tau_gamma,
         {"temperature": section.temperature, "batch_size": section.batch_size, "device": work.target.device.type, "dtype": work.dtype},
-        untimed, Costs.from_json(costs["costs"]) if costs["costs"] else None, costs["gamma_chosen"], costs["predicted"], costs["table"],
+        untimed, differences, Costs.from_json(costs["costs"]) if costs["costs"] else None, costs["gamma_chosen"], costs["predicted"], costs["table"],
         _expected(work, journal), section.bootstrap, section.seed,
     )
 
 
-def _run_untimed(work: Evaluation, journal: Journal, untimed: dict[str, list[Completion]]) -> None:
+def _run_untimed(work: Evaluation, journal: Journal, blocks: dict[int, Block], untimed: dict[str, list[Completion]],
+                 differences: dict[str, list[dict[str, Any]]]) -> None:
     """The head, and what contains it, with drafts of eval.tau_gamma tokens, unless the timed runs used just these; with sampling every
-    drafter, for the certificate."""
+    drafter, for the certificate. Greedy outputs are compared with none's of the timed runs."""
     sampled = work.sampling.temperature > 0
     wanted: dict[str, dict[str, int]] = {}
     for name in work.drafters:
@@ -117,11 +119,17 @@ def _run_untimed(work: Evaluation, journal: Journal, untimed: dict[str, list[Com
             wanted[name] = gamma
     if not wanted:
         return
+    expected = {c.request.id: c.tokens for b in blocks.values() if "none" in b.runs for c in b.runs["none"].completions}
     work.progress.stage(f"acceptance at γ = {work.section.tau_gamma}", len(wanted) * len(work.prompts) * work.section.max_new_tokens)
     for name, gamma in wanted.items():
         timed = work.decode_untimed(name, work.prompts, gamma, work.limits(), certificate=sampled)
-        untimed[name] = timed.completions
-        journal.append("untimed", {"drafter": name, "gamma": gamma, "ids": [p.id for p in work.prompts], **timed_to_json(timed)})
+        untimed[name], differences[name] = timed.completions, []
+        if not sampled:
+            pair = f"none/{name} (γ = {work.section.tau_gamma})"
+            differences[name] = [difference(work, p, pair, expected[p.id], c.tokens) for p, c in zip(work.prompts, timed.completions, strict=True)
+                                 if p.id in expected]
+        journal.append("untimed", {"drafter": name, "gamma": gamma, "ids": [p.id for p in work.prompts], "differences": differences[name],
+                                   **timed_to_json(timed)})
     work.progress.finish()
 
 

@@ -32,7 +32,8 @@ RULE = (
 
 @dataclass
 class Evidence:
-    """Everything a report is made of. untimed: completions at tau_gamma per drafter. gamma: {drafter: {source: γ}} of the timed runs."""
+    """Everything a report is made of. untimed: completions at tau_gamma per drafter; untimed_differences: between these and none's.
+    gamma: {drafter: {source: γ}} of the timed runs."""
 
     blocks: list[Block]
     drafters: list[str]
@@ -40,6 +41,7 @@ class Evidence:
     tau_gamma: int
     setting: dict[str, Any]  # temperature, batch_size, device, dtype
     untimed: dict[str, list[Completion]] = field(default_factory=dict)
+    untimed_differences: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     costs: Costs | None = None
     gamma_chosen: str = "given"
     predicted: dict[str, float] = field(default_factory=dict)
@@ -128,18 +130,19 @@ def lossless(evidence: Evidence, drafter: str, blocks: Sequence[Block]) -> bool 
         z = metrics.martingale_z(evidence.untimed.get(drafter, []))
         return None if math.isnan(z) else abs(z) <= MAX_Z
     ids = {i for b in blocks for i in b.ids}
-    verdicts = [d["verdict"] for b in blocks for d in b.differences if d["pair"].endswith("/" + drafter) and d["id"] in ids]
+    found = [d for b in blocks for d in b.differences if d["pair"].endswith("/" + drafter)] + evidence.untimed_differences.get(drafter, [])
+    verdicts = [d["verdict"] for d in found if d["id"] in ids]
     return all(v != UNEXPLAINED for v in verdicts) if verdicts else None
 
 
 def _losslessness(evidence: Evidence) -> dict[str, Any]:
     pairs: dict[str, dict[str, int]] = {}
     listed = []
-    for block in evidence.blocks:
-        for d in block.differences:
-            pairs.setdefault(d["pair"], {IDENTICAL: 0, TIE: 0, UNEXPLAINED: 0})[d["verdict"]] += 1
-            if d["verdict"] != IDENTICAL:
-                listed.append(d)
+    untimed = [d for found in evidence.untimed_differences.values() for d in found]
+    for d in [*(d for b in evidence.blocks for d in b.differences), *untimed]:
+        pairs.setdefault(d["pair"], {IDENTICAL: 0, TIE: 0, UNEXPLAINED: 0})[d["verdict"]] += 1
+        if d["verdict"] != IDENTICAL:
+            listed.append(d)
     sampled = evidence.setting["temperature"] > 0
     z = {name: metrics.martingale_z(rows) for name, rows in evidence.untimed.items()} if sampled else {}
     return {"rule": RULE, "pairs": pairs, "divergences": listed, "z": z}

@@ -21,6 +21,7 @@ from draftheads.eval.run import evaluate
 from draftheads.eval.stats import Throughput, ratio_interval
 from draftheads.eval.summary import schema
 from draftheads.eval.trace import token_texts
+from draftheads.eval.work import Evaluation
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import HeadMeta, save_head
 from draftheads.inference import measure
@@ -191,7 +192,8 @@ def test_whole_evaluation_of_a_tiny_target(outcome, run_folder):
     assert report["by_drafter"]["ngram"]["by_category"]["copy"]["prompts"] == 2
     # Greedy, fp32: everything equals everything, transformers included, on its half of the prompts.
     pairs = report["losslessness"]["pairs"]
-    assert set(pairs) == {"none/ngram", "none/head", "none/composite", *(f"transformers/{d}" for d in report["by_drafter"])}
+    assert set(pairs) == {"none/ngram", "none/head", "none/composite", "none/head (γ = 4)", "none/composite (γ = 4)",
+                          *(f"transformers/{d}" for d in report["by_drafter"])}
     assert all(c["unexplained"] == 0 for c in pairs.values())
     assert sum(pairs["none/head"].values()) == 4
     assert sum(pairs["transformers/none"].values()) == 2
@@ -267,6 +269,23 @@ def test_a_wrong_token_is_caught(target_folder, tmp_path, monkeypatch):
     assert listed
     assert listed[0]["position"] == 2
     assert listed[0]["gap"] > 1e-3
+
+
+def test_a_wrong_token_of_an_untimed_run_is_caught(target_folder, tmp_path, monkeypatch):
+    folder = make_checkpoint(tmp_path, target_folder, gamma=2, drafters=["none", "head"], transformers_fraction=0.0)
+    original = Evaluation.decode_untimed
+
+    def wrong(self, name, *args, **options):
+        timed = original(self, name, *args, **options)
+        timed.completions[1].tokens[2] ^= 1
+        return timed
+
+    monkeypatch.setattr(Evaluation, "decode_untimed", wrong)
+    for _ in range(2):  # measured, and rendered again from the records
+        report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
+        assert report["losslessness"]["pairs"]["none/head"]["unexplained"] == 0
+        assert report["losslessness"]["pairs"]["none/head (γ = 4)"] == {"identical": 3, "tie": 0, "unexplained": 1}
+        assert report["by_drafter"]["head"]["lossless"] is False and report["ok"] is False
 
 
 # ---- pieces
