@@ -17,7 +17,7 @@ define stage
 @t=$$(( $$(date +%s) - $(BEGIN) )); printf '\n== %s   [%d:%02d]\n' "$(1)" $$((t / 60)) $$((t % 60))
 endef
 
-.PHONY: help quickstart test test-slow test-vllm lint env env-dev clean
+.PHONY: help quickstart test test-slow lint env env-dev clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -46,9 +46,6 @@ test: env-dev  ## the test suite (fast part)
 
 test-slow: env-dev  ## minutes-long tests, some on the embedded target
 	$(BIN)/python -m pytest -m "slow and not vllm" --durations 15 $(PYTEST_ARGS)
-
-test-vllm: env-dev  ## tests that run exported heads in vLLM, where it is installed
-	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
 
 # mypy cannot follow an editable install of this layout, so it looks at the packages through links that make it an ordinary one.
 lint: env-dev  ## ruff, mypy, direction of imports

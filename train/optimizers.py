@@ -1,9 +1,9 @@
 """The optimizers of `train.optimizer`: AdamW, or Muon for the matrices with AdamW for the rest.
 
 Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal one, found by five
-Newton–Schulz steps. On the small data that a draft head is often trained on it reaches in one pass what AdamW needs several for
-(benchmarks/RESULTS.md). torch.optim.Muon computes those steps in bfloat16, which CPUs without bf16 units do some 60 times slower than
-float32, and takes matrices only; hence this one: float32, one optimizer for all parameters.
+Newton–Schulz steps. On small data it learns more from the same passes: 0.345 against AdamW's 0.303 of first drafts right after three
+epochs of 49k answer tokens (benchmarks/RESULTS.md). torch.optim.Muon computes those steps in bfloat16, which CPUs without bf16 units do
+some 60 times slower than float32, and takes matrices only; hence this one: float32, one optimizer for all parameters.
 """
 
 from __future__ import annotations
