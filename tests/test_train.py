@@ -150,7 +150,8 @@ def test_masked_and_empty_micro_batches_contribute_nothing(target, rows):
     assert loss == 0
     assert empty == 0
     for found in (sums, no_sums):
-        assert {k: v.sum().item() for k, v in found.items()} == {k: 0.0 for k in ("loss", "supervised", "known", "answers", "slots", "hits", "prefix")}
+        assert set(found) == {"loss", "supervised", "known", "answers", "slots", "hits", "prefix"}
+        assert not any(v.any() for v in found.values())
 
 
 def test_a_masked_batch_in_the_middle_leaves_the_next_one_sound(target, rows):
