@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -13,23 +14,21 @@ from rich.progress import Progress as Bar
 EVERY_S = 5.0
 
 
-class Progress:
-    """`advance` after every round. The ETA counts answers still to come at the mean length so far (before any: at `guess` tokens each)."""
+class Meter:
+    """The line itself: `what done/total state`. A bar on a terminal, a plain line every few seconds elsewhere, nothing when not enabled."""
 
-    def __init__(self, what: str, total: int, guess: float, *, enabled: bool = True) -> None:
-        self.what, self.total, self.guess = what, total, guess
-        self.done = self.tokens = self.finished_tokens = 0
+    def __init__(self, what: str, total: int, done: int = 0, *, enabled: bool = True) -> None:
+        self.what, self.total, self.done = what, total, done
         self.began = self.printed = time.monotonic()
-        self.note = ""
         console = Console(stderr=True)
         self.bar: Bar | None = None
         self.plain = enabled and not console.is_terminal
         if enabled and console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
             self.bar = Bar(*columns, console=console)
-            self.task = self.bar.add_task(what, total=total, state="")
+            self.task = self.bar.add_task(what, total=total, completed=done, state="")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self.bar is not None:
             self.bar.start()
         return self
@@ -38,16 +37,30 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
+    def draw(self, state: str, *, now: bool = False) -> None:
+        """now: print the plain line whenever the last one was."""
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.done, state=state)
+        elif self.plain and (now or time.monotonic() - self.printed > EVERY_S):
+            self.printed = time.monotonic()
+            print(f"{self.what} {self.done}/{self.total}  {state}", file=sys.stderr, flush=True)
+
+
+class Progress(Meter):
+    """`advance` after every round. The ETA counts answers still to come at the mean length so far (before any: at `guess` tokens each)."""
+
+    def __init__(self, what: str, total: int, guess: float, *, enabled: bool = True) -> None:
+        super().__init__(what, total, enabled=enabled)
+        self.guess = guess
+        self.tokens = self.finished_tokens = 0
+        self.note = ""
+
     def advance(self, tokens: int, done: int = 0, done_tokens: int = 0) -> None:
         """tokens were produced; `done` answers ended, of done_tokens tokens together."""
         self.tokens += tokens
         self.done += done
         self.finished_tokens += done_tokens
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done, state=self.state())
-        elif self.plain and time.monotonic() - self.printed > EVERY_S:
-            self.printed = time.monotonic()
-            print(f"{self.what} {self.done}/{self.total}  {self.state()}", file=sys.stderr, flush=True)
+        self.draw(self.state())
 
     def speed(self) -> float:
         return self.tokens / max(time.monotonic() - self.began, 1e-9)

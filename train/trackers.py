@@ -9,19 +9,13 @@ import importlib.util
 import json
 import netrc
 import os
-import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
+from draftheads.data.progress import Meter, clock
 from draftheads.recipes.files import write_text
 from draftheads.recipes.schema import Recipe, RecipeError, content_hash
-
-PLAIN_EVERY_S = 5.0
 
 
 def tracker_names(recipe: Recipe) -> list[str]:
@@ -99,28 +93,12 @@ def _drop_after(file: Path, step: int) -> None:
     write_text(file, "".join(kept))
 
 
-class View:
+class View(Meter):
     """A bar with loss, τ, tokens/s and ETA on a terminal, else a plain line every few seconds. On stderr."""
 
     def __init__(self, total: int, done: int, enabled: bool) -> None:
-        self.total, self.first, self.done, self.tokens = total, done, done, 0
-        self.began = time.monotonic()
-        self.printed = 0.0
-        console = Console(stderr=True)
-        self.plain = enabled and not console.is_terminal
-        self.bar: Progress | None = None
-        if enabled and console.is_terminal:
-            self.bar = Progress(TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), console=console)
-            self.task = self.bar.add_task("train", total=total, completed=done, state="")
-
-    def __enter__(self) -> View:
-        if self.bar is not None:
-            self.bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        super().__init__("train", total, done, enabled=enabled)
+        self.tokens = 0
 
     def advance(self, tokens: int) -> None:
         self.done += 1
@@ -131,18 +109,5 @@ class View:
 
     def show(self, figures: dict[str, Any], cost_left: float) -> None:
         """cost_left: work to come in units of the work done so far (later stages unroll more steps)."""
-        if self.bar is None and not self.plain:
-            return
-        eta = cost_left * (time.monotonic() - self.began)
-        state = f"loss {figures['loss']:.3f}  τ {figures['tau']:.2f}  {self.speed():.0f} tok/s  ETA {_clock(eta)}"
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done, state=state)
-        elif time.monotonic() - self.printed > PLAIN_EVERY_S or self.done == self.total:
-            self.printed = time.monotonic()
-            print(f"train {self.done}/{self.total}  {state}", file=sys.stderr, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+        eta = clock(cost_left * (time.monotonic() - self.began))
+        self.draw(f"loss {figures['loss']:.3f}  τ {figures['tau']:.2f}  {self.speed():.0f} tok/s  ETA {eta}", now=self.done == self.total)
