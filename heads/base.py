@@ -8,7 +8,7 @@ Shape suffixes: B rows, T slots, J unroll steps, M new pairs, F feature width (t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -68,6 +68,9 @@ class DraftHead(nn.Module, ABC):
         """Fill the borrowed buffers (and initialise trained copies that start from them, only if never trained)."""
 
     # ---- training
+    def fit_start(self, batches: Iterable[DraftBatch]) -> None:
+        """Called once on fresh weights, after `borrow`, before training: a head may fit its start to some rows, each a batch of its own."""
+
     @abstractmethod
     def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:
         """All steps of the training-time test, vectorised over slots. steps ≤ J."""

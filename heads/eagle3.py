@@ -17,7 +17,7 @@ X = 2H, K key/value heads, G query heads per key/value head, D head dimension, S
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +27,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftheads.heads.base import DraftBatch, DraftHead, Unrolled
+from draftheads.heads.induction import SAMPLE, induction_init
 from draftheads.heads.layers import (
     BorrowedLinear,
     MidLayer,
@@ -54,6 +55,7 @@ class Eagle3Config(Section):
     fc_norm: bool = Field(True, description="EAGLE-3.1: RMSNorm of each tap before fc")
     norm_output: bool = Field(True, description="EAGLE-3.1: feed the normed output back")
     freeze_lm_head: bool = Field(True, description="use the target's lm_head rows; false: train a copy of them")
+    induction_init: bool = Field(True, description="start with attention that copies; false: all weights random")
     num_layers: Literal[1] = 1
     hidden_size: int | None = Field(None, ge=1)
     intermediate_size: int | None = Field(None, ge=1)
@@ -159,11 +161,14 @@ class Eagle3(DraftHead):
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         """Tapped features → g [B, T, H]."""
+        return self.fc(self.normed_taps(features_BTF))
+
+    def normed_taps(self, features_BTF: Tensor) -> Tensor:
         features_BTF = features_BTF.to(self.norm.weight.dtype)
-        if self.fc_norm is not None:
-            taps = features_BTF.chunk(len(self.taps), -1)
-            features_BTF = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
-        return self.fc(features_BTF)
+        if self.fc_norm is None:
+            return features_BTF
+        taps = features_BTF.chunk(len(self.taps), -1)
+        return torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embed_VD).to(self.norm.weight.dtype)
@@ -202,6 +207,24 @@ class Eagle3(DraftHead):
         }
 
     # ---- training
+
+    @torch.no_grad()
+    def fit_start(self, batches: Iterable[DraftBatch]) -> None:
+        H, norm = self.config.hidden_size or 0, self.midlayer.input_layernorm
+        if not self.config.induction_init or H < (self.config.head_dim or 0):
+            return
+        taps: list[Tensor] = []
+        tokens: list[Tensor] = []
+        for batch in batches:
+            # The token at slot t is the one that slot t − 1 of the same document was fed.
+            here_BT = (batch.documents_BT[:, 1:] >= 0) & (batch.documents_BT[:, 1:] == batch.documents_BT[:, :-1])
+            taps.append(self.normed_taps(batch.features_BTF[:, 1:][here_BT])[:, :H])
+            tokens.append(norm(self.embed(batch.tokens_BTJ[:, :-1, 0][here_BT])))
+            if sum(map(len, taps)) >= SAMPLE:
+                break
+        vocab_UH = norm(self.embed(self.target_ids_U()[:SAMPLE]))
+        induction_init(self.midlayer.self_attn, self.fc, self._rotary[0].inv_freq, torch.cat(taps), torch.cat(tokens), vocab_UH,
+                       self.lm_head.weight[:SAMPLE])
 
     def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:
         layer, attention = self.midlayer, self.midlayer.self_attn

@@ -15,13 +15,14 @@ os.environ["WANDB_SILENT"] = "true"
 os.environ["ACCELERATE_DISABLE_RICH"] = "1"
 os.environ["NO_COLOR"] = "1"
 os.environ["COLUMNS"] = "160"  # rich folds a one-line error at the terminal's width
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # equal results want equal numbers of threads, here and in what tests start
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 hypothesis.settings.register_profile("draftheads", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("draftheads")
 

@@ -96,6 +96,8 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
         say(line)
     if state is not None:
         check_facts(state.facts, facts, state.folder)
+    else:
+        head.fit_start(examples.prepare([row], steps=1, step=0)[0].batch for row in found.rows)
     if accelerator.is_main_process:
         write_text(recipe.run_dir / "recipe.yaml", recipe.dump())
         write_json(recipe.run_dir / "provenance.json", provenance(recipe, store.hash, accelerator))
