@@ -69,7 +69,10 @@ class DraftHead(nn.Module, ABC):
 
     # ---- training
     def fit_start(self, batches: Iterable[DraftBatch]) -> None:
-        """Called once on fresh weights, after `borrow`, before training: a head may fit its start to some rows, each a batch of its own."""
+        """Optional: fit first weights to some training rows. Called once on fresh weights, after `borrow`, on the main process only.
+
+        batches: one row each, on the head's device, made as they are read: read no more than needed. Draws from torch's global generator only.
+        """
 
     @abstractmethod
     def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:

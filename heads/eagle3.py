@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftheads.heads.base import DraftBatch, DraftHead, Unrolled
-from draftheads.heads.induction import SAMPLE, induction_init
+from draftheads.heads.induction import induction_init, slots_wanted
 from draftheads.heads.layers import (
     BorrowedLinear,
     MidLayer,
@@ -55,7 +55,7 @@ class Eagle3Config(Section):
     fc_norm: bool = Field(True, description="EAGLE-3.1: RMSNorm of each tap before fc")
     norm_output: bool = Field(True, description="EAGLE-3.1: feed the normed output back")
     freeze_lm_head: bool = Field(True, description="use the target's lm_head rows; false: train a copy of them")
-    induction_init: bool = Field(True, description="start with attention that copies; false: all weights random")
+    induction_init: bool = Field(True, description="start with attention that copies (heads/induction.py); false: all weights random")
     num_layers: Literal[1] = 1
     hidden_size: int | None = Field(None, ge=1)
     intermediate_size: int | None = Field(None, ge=1)
@@ -120,8 +120,8 @@ class Eagle3(DraftHead):
         self.midlayer = MidLayer(H, config.intermediate_size or 0, config.num_heads or 0, config.num_kv_heads or 0, config.head_dim or 0, eps)
         self.norm = Norm(H, eps)
         for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):  # a fixed 0.02 would make activations, and chance attention scores, grow with wide inputs
+                nn.init.normal_(module.weight, std=min(0.02, module.in_features**-0.5))
         self.lm_head = BorrowedLinear(H, len(ids_U)) if config.freeze_lm_head else nn.Linear(H, len(ids_U), bias=False)
         if not config.freeze_lm_head:
             nn.init.constant_(self.lm_head.weight, float("nan"))
@@ -210,21 +210,25 @@ class Eagle3(DraftHead):
 
     @torch.no_grad()
     def fit_start(self, batches: Iterable[DraftBatch]) -> None:
-        H, norm = self.config.hidden_size or 0, self.midlayer.input_layernorm
+        """Unless induction_init is false, or a head is wider than the hidden state. With norm_output: false only the first steps copy well."""
+        H, norm, rotary = self.config.hidden_size or 0, self.midlayer.input_layernorm, self._rotary[0]
         if not self.config.induction_init or H < (self.config.head_dim or 0):
             return
-        taps: list[Tensor] = []
+        tap: list[Tensor] = []
         tokens: list[Tensor] = []
+        taps: list[Tensor] = []
         for batch in batches:
             # The token at slot t is the one that slot t − 1 of the same document was fed.
             here_BT = (batch.documents_BT[:, 1:] >= 0) & (batch.documents_BT[:, 1:] == batch.documents_BT[:, :-1])
-            taps.append(self.normed_taps(batch.features_BTF[:, 1:][here_BT])[:, :H])
+            normed_NX = self.normed_taps(batch.features_BTF[:, 1:][here_BT])
+            tap.append(normed_NX[:, :H].clone())
             tokens.append(norm(self.embed(batch.tokens_BTJ[:, :-1, 0][here_BT])))
-            if sum(map(len, taps)) >= SAMPLE:
+            if sum(map(len, taps)) < 512:
+                taps.append(normed_NX)
+            if sum(map(len, tap)) >= slots_wanted(H):
                 break
-        vocab_UH = norm(self.embed(self.target_ids_U()[:SAMPLE]))
-        induction_init(self.midlayer.self_attn, self.fc, self._rotary[0].inv_freq, torch.cat(taps), torch.cat(tokens), vocab_UH,
-                       self.lm_head.weight[:SAMPLE])
+        tables = None if self.geometry.tie_word_embeddings else (norm(self.embed(self.target_ids_U())), self.lm_head.weight)
+        induction_init(self.midlayer.self_attn, self.fc, rotary.inv_freq, torch.cat(tap), torch.cat(tokens), torch.cat(taps), tables)
 
     def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:
         layer, attention = self.midlayer, self.midlayer.self_attn

@@ -387,6 +387,33 @@ def straight(distilled, tmp_path_factory):
     return recipe
 
 
+def test_only_fresh_weights_are_fitted(distilled, tmp_path, monkeypatch):
+    """Once at the start of a run, from clean states; never when a run goes on."""
+    from draftheads.heads.eagle3 import Eagle3
+
+    seen, real = [], Eagle3.fit_start
+
+    def spy(head, batches):
+        rows = list(batches)
+        seen.append(rows)
+        real(head, iter(rows))
+
+    monkeypatch.setattr(Eagle3, "fit_start", spy)
+    recipe = new_run(distilled, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        assert run.main(recipe) == 143
+    store = RowStore.open(recipe.run_dir / "distill")
+    assert [len(rows) for rows in seen] == [len(store)]
+    assert torch.equal(seen[0][0].features_BTF[0], store[0].features_TF[: len(store[0]) - 1].float())
+    assert run.main(recipe) == 0
+    assert len(seen) == 1
+    random = new_run(distilled, tmp_path / "random")
+    random.head["induction_init"] = False
+    assert run.main(random) == 0
+    assert weights(random) != weights(recipe)
+
+
 def stop_after(monkeypatch, steps):
     monkeypatch.setattr(run, "Stopper", lambda accelerator, every: _StopAt(steps))
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -96,8 +97,10 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
         say(line)
     if state is not None:
         check_facts(state.facts, facts, state.folder)
-    else:
-        head.fit_start(examples.prepare([row], steps=1, step=0)[0].batch for row in found.rows)
+    elif accelerator.is_main_process:  # DDP hands its weights to the others
+        head.to(accelerator.device)
+        clean = replace(examples, train=section.model_copy(update={"feature_noise": 0.0}))
+        head.fit_start(clean.prepare([row], steps=1, step=0)[0].to(accelerator.device).batch for row in found.rows)
     if accelerator.is_main_process:
         write_text(recipe.run_dir / "recipe.yaml", recipe.dump())
         write_json(recipe.run_dir / "provenance.json", provenance(recipe, store.hash, accelerator))
