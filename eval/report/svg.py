@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 WIDTH = 460
-LABEL = 92  # room for the row labels on the left
+LABEL = 100  # room for the row labels on the left
 ROW = 15
 
 
