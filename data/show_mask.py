@@ -17,10 +17,11 @@ from draftheads.recipes.schema import Recipe, RecipeError
 
 
 def masked_rows(recipe: Recipe, count: int) -> dict[str, Any]:
-    """{"source", "supervised", "total", "counts", "rows": [{"id", "category", "finish_reason", "supervised", "total", "spans"}]}.
+    """{"source", "supervise", "supervised", "total", "cut", "counts", "rows": [{"id", "category", "finish_reason", "supervised", "total", "spans"}]}.
 
     The first `count` rows, their spans as [text, supervised]; supervised and total count all rows of a store, or those shown of a data set;
-    counts are the store's. RecipeError where nothing has an answer yet, or where the mask covers nothing or everything.
+    counts are the store's. supervised: answer tokens (with train.supervise `all` the loss is on prompts too); cut: rows beyond train.max_len.
+    RecipeError where nothing has an answer yet, or where the mask covers nothing or everything.
     """
     tokenizer = load_tokenizer(recipe)
     folder = recipe.run_dir / "distill"
@@ -30,6 +31,7 @@ def masked_rows(recipe: Recipe, count: int) -> dict[str, Any]:
         rows = [_row(tokenizer, r.id, r.category, r.finish_reason, r.ids.tolist(), r.flags.tolist()) for r in shown]
         source, counts = str(folder), store.counts
         supervised, total = sum(int(store.tokens(i)[1].sum()) for i in range(len(store))), sum(store.lengths)
+        cut = sum(n > recipe.train.max_len for n in store.lengths)
     else:
         conversations, dropped = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
         answered = [c for c in conversations if any(m["role"] == "assistant" for m in c.messages)][:count]
@@ -40,8 +42,10 @@ def masked_rows(recipe: Recipe, count: int) -> dict[str, Any]:
         source = "the conversations as they are in the data; distillation replaces their answers by the target's own"
         counts = {"prompts": len(conversations), "dropped": dropped}
         supervised, total = sum(r["supervised"] for r in rows), sum(r["total"] for r in rows)
+        cut = sum(r["total"] > recipe.train.max_len for r in rows)
     check_coverage(supervised, total, "the answer mask")
-    return {"source": source, "supervised": supervised, "total": total, "counts": counts, "rows": rows}
+    sums = {"supervise": recipe.train.supervise, "supervised": supervised, "total": total, "cut": cut}
+    return {"source": source, **sums, "counts": counts, "rows": rows}
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -59,21 +63,26 @@ def load_tokenizer(recipe: Recipe) -> Any:
 
 
 def print_masks(found: dict[str, Any]) -> None:
-    """Supervised text in colour, with [[…]] around it where there is none; then the counts."""
+    """Answers in colour, with [[…]] around it where there is none; then the counts."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
+    what = "tokens supervised" if found["supervise"] == "answers" else "tokens are the target's answer"
     for row in found["rows"]:
         end = f", ended by {row['finish_reason']}" if row["finish_reason"] else ""
-        head = f"── {row['id']} ({row['category']}): {row['supervised']} of {row['total']} tokens supervised{end}"
+        head = f"── {row['id']} ({row['category']}): {row['supervised']} of {row['total']} {what}{end}"
         console.print(Text(head, style="bold"))
         text = Text()
         for piece, flag in row["spans"]:
             text.append(f"[[{piece}]]" if flag and not console.is_terminal else piece, style="black on green" if flag else "dim")
         console.print(text)
     share = 100 * found["supervised"] / found["total"]
-    console.print(Text(f"{found['supervised']:,} of {found['total']:,} tokens supervised ({share:.0f} %), from {found['source']}", style="bold"))
+    console.print(Text(f"{found['supervised']:,} of {found['total']:,} {what} ({share:.0f} %), from {found['source']}", style="bold"))
+    if found["supervise"] == "all":
+        console.print("  train.supervise is all: the loss is on prompt tokens too; accuracy and τ count answers only")
+    if found["cut"]:
+        console.print(f"  {found['cut']} rows are longer than train.max_len and are cut there")
     for name, value in found["counts"].items():
         if value and isinstance(value, dict):
             console.print(Text(f"  {name}: " + ", ".join(f"{n} × {reason}" for reason, n in value.items())))

@@ -227,6 +227,7 @@ def distill(
     """Let the target answer the prompts: its own tokens, and (features: capture) its states, shard by shard. Run again to go on.
 
         specdec distill --recipe recipes/smollm2-135m.yaml
+
         specdec distill --recipe recipes/smollm2-135m.yaml --set data.limit=100 --set data.max_new_tokens=64
     """
     loaded = _load(recipe, overrides)
@@ -308,7 +309,9 @@ def generate(
     """Answer a prompt with the target and its draft head; the text streams, τ and tokens/s follow on stderr.
 
         specdec generate --ckpt runs/smollm2-135m "Write a haiku about queues."
+
         specdec generate --ckpt runs/smollm2-135m --show-accepted "Repeat: one two three four"
+
         cat question.txt | specdec generate --ckpt runs/smollm2-135m -
     """
     find_folder(ckpt.expanduser())

@@ -23,8 +23,10 @@ def training_command(recipe: Path, overrides: Sequence[str], processes: int, *, 
         options.append("--multi_gpu")  # on CPUs too: --cpu with several processes silently starts one
     elif not cuda:
         options.append("--cpu")
-    if not cuda:  # accelerate would set one thread
-        options += ["--num_cpu_threads_per_process", str(max(1, len(os.sched_getaffinity(0)) // processes))]
+    if not cuda:  # accelerate would set one thread, whatever the environment says
+        wish = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(wish) if wish.isdecimal() and int(wish) else max(1, len(os.sched_getaffinity(0)) // processes)
+        options += ["--num_cpu_threads_per_process", str(threads)]
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, spec.origin, "--recipe", str(recipe)]
     return command + [part for item in overrides for part in ("--set", item)]
 

@@ -21,15 +21,16 @@ GIB = 2**30
 def make_plan(recipe: Recipe, *, processes: int = 1, tflops: float | None = None, bandwidth: float | None = None) -> dict[str, Any]:
     """{"tokens", "disk_gib", "memory_gib", "hours", "parameters", "assumptions"}: plain numbers, for people and machines.
 
-    tflops, bandwidth (GB/s): per device; measured here where not given. RecipeError when the recipe has no target.geometry.
+    tflops, bandwidth (GB/s): per device; measured here where not given. RecipeError when neither the recipe nor the target's config.json
+    gives its geometry.
     """
     import torch
 
     from draftheads.heads import build_head, head_config
+    from draftheads.inference.sources import read_geometry
 
-    geometry = recipe.target.geometry
-    if geometry is None:
-        raise RecipeError("specdec plan needs target.geometry in the recipe (copy it from the target's config.json): it loads no model")
+    section = recipe.target
+    geometry = section.geometry or read_geometry(section.name, section.revision, section.trust_remote_code)
     size = getattr(head_config(recipe.head, geometry), "draft_vocab_size", None) or geometry.vocab_size
     ids_U = torch.arange(size)
     with torch.device("meta"):  # shapes only: a head of an 8B target would take seconds to fill

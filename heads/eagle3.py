@@ -76,6 +76,7 @@ class Eagle3Config(Section):
             raise RecipeError(f"head.head_dim must be even for rotary positions, found {filled['head_dim']}")
         if self.draft_vocab_size is not None and self.draft_vocab_size > geometry.vocab_size:
             raise RecipeError(f"head.draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {geometry.vocab_size}")
+        filled["induction_init"] = self.induction_init and filled["head_dim"] <= filled["hidden_size"]  # narrower states cannot hold a key
         return self.model_copy(update={**filled, "taps": _taps(self.taps, geometry.num_layers)})
 
 
@@ -210,9 +211,9 @@ class Eagle3(DraftHead):
 
     @torch.no_grad()
     def fit_start(self, batches: Iterable[DraftBatch]) -> None:
-        """Unless induction_init is false, or a head is wider than the hidden state. With norm_output: false only the first steps copy well."""
+        """Unless induction_init is false. With norm_output: false only the first steps copy well."""
         H, norm, rotary = self.config.hidden_size or 0, self.midlayer.input_layernorm, self._rotary[0]
-        if not self.config.induction_init or H < (self.config.head_dim or 0):
+        if not self.config.induction_init:
             return
         tap: list[Tensor] = []
         tokens: list[Tensor] = []
@@ -227,6 +228,8 @@ class Eagle3(DraftHead):
                 taps.append(normed_NX)
             if sum(map(len, tap)) >= slots_wanted(H):
                 break
+        if not any(map(len, tap)):
+            return
         tables = None if self.geometry.tie_word_embeddings else (norm(self.embed(self.target_ids_U())), self.lm_head.weight)
         induction_init(self.midlayer.self_attn, self.fc, rotary.inv_freq, torch.cat(tap), torch.cat(tokens), torch.cat(taps), tables)
 

@@ -99,6 +99,21 @@ def _load(
     return model.eval(), tokenizer, getattr(config, "_commit_hash", None) or source.revision
 
 
+def read_geometry(name: str, revision: str | None, trust_remote_code: bool) -> Geometry:
+    """From config.json alone, without loading the model. RecipeError where there is none to be had."""
+    from transformers import AutoConfig
+
+    source = locate(name, revision)
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=trust_remote_code)
+            text = config.get_text_config(decoder=True)
+            return geometry_of(text, text.vocab_size)
+        except Exception as error:  # as in loading
+            raise RecipeError(f"cannot read the config of {name} ({one_line(error)}): {_cure(source)}, or write target.geometry into the "
+                              "recipe") from error
+
+
 def _only_cached(source: Source) -> bool:
     """True if the model is on this disk already. Otherwise ask the Hub once, briefly: transformers itself would retry for half a minute."""
     from huggingface_hub import constants, model_info

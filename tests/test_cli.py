@@ -248,10 +248,24 @@ def test_parameter_count_is_the_models_own():
     assert target_parameters(geometry) == sum(p.numel() for p in model.parameters())
 
 
+def test_plan_reads_the_config_where_the_recipe_has_no_geometry(tmp_path):
+    tiny.save(tmp_path / "target", num_hidden_layers=8)
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    (tmp_path / "r.yaml").write_text("target: {name: ./target}\nhead: {type: eagle3}\ndata: {prompts: ./p.jsonl}\n")
+    made = make_plan(Recipe.load(tmp_path / "r.yaml"), tflops=0.1, bandwidth=20)
+    assert made["parameters"]["target"] == sum(p.numel() for p in tiny.model(num_hidden_layers=8).parameters())
+
+
 def test_plan_without_geometry_says_what_to_add(tmp_path):
     (tmp_path / "r.yaml").write_text("target: {name: org/model}\nhead: {type: eagle3}\n")
     with pytest.raises(RecipeError, match=r"target\.geometry"):
         make_plan(Recipe.load(tmp_path / "r.yaml"))
+
+
+def test_training_command_keeps_the_threads_that_were_asked_for(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    words = training_command(Path("r.yaml"), [], 1, cuda=False)
+    assert words[words.index("--num_cpu_threads_per_process") + 1] == "3"
 
 
 def test_training_command_starts_as_many_processes_as_asked():

@@ -414,6 +414,23 @@ def test_only_fresh_weights_are_fitted(distilled, tmp_path, monkeypatch):
     assert weights(random) != weights(recipe)
 
 
+def test_a_draft_vocabulary_without_a_token_to_learn_is_refused(distilled, tmp_path):
+    recipe = new_run(distilled, tmp_path / "run", max_len=3, supervise="all")
+    recipe.head["draft_vocab_size"] = 2
+    with pytest.raises(RecipeError, match="holds none of the"):
+        run.main(recipe)
+
+
+def test_a_run_from_before_an_option_is_another_run(distilled, tmp_path):
+    """Defaults count: writing one out changes nothing, and a state that knows nothing of it is not gone on with."""
+    facts = facts_of(distilled, "h")
+    said = distilled.model_copy(update={"head": {**distilled.head, "induction_init": True}})
+    check_facts(facts, facts_of(said, "h"), tmp_path)
+    del facts["head"]["induction_init"]
+    with pytest.raises(RecipeError, match=r"head\.induction_init"):
+        check_facts(facts, facts_of(said, "h"), tmp_path)
+
+
 def stop_after(monkeypatch, steps):
     monkeypatch.setattr(run, "Stopper", lambda accelerator, every: _StopAt(steps))
 

@@ -63,7 +63,8 @@ def survey(store: RowStore, train: TrainSection, vocab_size: int) -> Survey:
         found.lengths.append(min(len(ids_L), train.max_len))
         found.labels.append(labels)
     if not found.rows:
-        raise RecipeError(f"the mask covers nothing: none of {len(store)} rows has two successive answer tokens within train.max_len "
+        wanted = "three tokens" if train.supervise == "all" else "two successive answer tokens"
+        raise RecipeError(f"the mask covers nothing: none of {len(store)} rows has {wanted} within train.max_len "
                           f"{train.max_len}; raise it, or look at the rows with specdec show-mask")
     return found
 

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftheads.heads import head_class
 from draftheads.recipes.files import atomic_folder, sha256_file
-from draftheads.recipes.schema import Recipe, RecipeError
+from draftheads.recipes.schema import Recipe, RecipeError, validate
 
 # Of the recipe's train section, what may change between a run and its resumption: it doesn't change what is computed (but the order of sums).
 FREE = ("log", "log_every", "checkpoint_every", "keep", "micro_batch_tokens", "loss_chunk")
 # The rows themselves are compared by their hash, so their files may move.
-FREE_DATA = ("prompts", "batch_size", "limit")
+FREE_DATA = ("prompts", "batch_size", "limit", "shard_rows")
 
 
 @dataclass
@@ -41,7 +42,8 @@ def facts_of(recipe: Recipe, data_hash: str) -> dict[str, Any]:
     return {
         "target": {k: v for k, v in raw["target"].items() if k != "geometry"},
         "data": {k: v for k, v in raw["data"].items() if k not in FREE_DATA} | {"hash": data_hash},
-        "head": raw["head"],
+        # With its defaults: when one changes, a run from before is another.
+        "head": validate(head_class(raw["head"]["type"]).Config, raw["head"], "head").model_dump(mode="json"),
         "train": {k: v for k, v in raw["train"].items() if k not in FREE},
     }
 

@@ -48,6 +48,7 @@ def main(recipe: Recipe) -> int:
     """Train what the recipe says, or go on with it. Returns the exit code: 0, or 128 + the signal that stopped it. RecipeError on bad input."""
     if recipe.target.geometry is not None:
         head_config(recipe.head, recipe.target.geometry)
+    facts_of(recipe, "")  # the head section is valid, whatever the target
     accelerator = make_accelerator(recipe)
     say = partial(print, file=sys.stderr, flush=True) if accelerator.is_main_process else lambda *_: None
     say(greeting(recipe, accelerator))
@@ -75,6 +76,9 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     store = RowStore.open(recipe.run_dir / "distill")
     found = survey(store, section, target.geometry.vocab_size)
     draft_ids = draft_vocabulary(found, size, target) if size is not None else None
+    if draft_ids is not None and not torch.isin(torch.cat(found.labels), draft_ids).any():
+        raise RecipeError(f"the draft vocabulary of {size} tokens holds none of the {len(torch.cat(found.labels)):,} tokens to learn: "
+                          "raise head.draft_vocab_size, or train.max_len if it cuts the answers off")
 
     torch.manual_seed(section.seed)
     head = build_head(recipe.head, target.geometry, draft_ids)
