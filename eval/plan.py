@@ -64,11 +64,12 @@ def target_parameters(g: Geometry) -> int:
 
 
 def count_tokens(recipe: Recipe) -> dict[str, Any]:
-    """Prompts, prompt tokens, answer tokens, training tokens and steps. From the distilled store, if it is finished."""
+    """Prompts, prompt tokens, answer tokens, training tokens and steps. From the distilled store, if it is finished and answers these prompts."""
+    from draftheads.data.distill import same_prompts
     from draftheads.data.features import RowStore
 
     folder = recipe.run_dir / "distill"
-    if (folder / "manifest.json").is_file():
+    if (folder / "manifest.json").is_file() and same_prompts(recipe) is not False:
         store = RowStore.open(folder)
         rows, total = len(store), int(sum(store.lengths))
         prompt_tokens, answers, source = 0, 0, f"distilled rows in {folder}"

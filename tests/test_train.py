@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from torch import nn
 import tiny
 from draftheads.data.distill import distill
 from draftheads.data.features import Row, RowStore
+from draftheads.eval.plan import count_tokens
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import load_head
 from draftheads.inference.decode import complete
@@ -414,6 +416,14 @@ def test_only_fresh_weights_are_fitted(distilled, tmp_path, monkeypatch):
     assert weights(random) != weights(recipe)
 
 
+def test_a_plan_counts_rows_that_answer_its_prompts(distilled, tmp_path):
+    recipe = new_run(distilled, tmp_path / "run")
+    store = RowStore.open(recipe.run_dir / "distill")
+    assert count_tokens(recipe)["rows"] == len(store)
+    recipe.data.limit = 3
+    assert count_tokens(recipe)["rows"] == 3
+
+
 def test_a_draft_vocabulary_without_a_token_to_learn_is_refused(distilled, tmp_path):
     recipe = new_run(distilled, tmp_path / "run", max_len=3, supervise="all")
     recipe.head["draft_vocab_size"] = 2
@@ -452,7 +462,7 @@ def test_run_folder_is_complete(straight, capfd):
     assert meta.data_hash == RowStore.open(folder / "distill").hash
     assert meta.recipe_hash == straight.hash()
     assert Recipe.load(folder / "recipe.yaml").model_dump(exclude={"run"}) == straight.model_dump(exclude={"run"})
-    assert json.loads((folder / "provenance.json").read_text())["versions"]["torch"] == torch.__version__
+    assert json.loads((folder / "provenance.json").read_text())["versions"]["torch"] == importlib.metadata.version("torch")
     log = records(straight)
     assert [r["step"] for r in log] == [3, 6, 9, 10]
     assert meta.metrics["loss"] == log[-1]["loss"]
