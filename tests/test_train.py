@@ -420,8 +420,8 @@ def test_a_plan_counts_rows_that_answer_its_prompts(distilled, tmp_path):
     recipe = new_run(distilled, tmp_path / "run")
     store = RowStore.open(recipe.run_dir / "distill")
     assert count_tokens(recipe)["rows"] == len(store)
-    recipe.data.limit = 3
-    assert count_tokens(recipe)["rows"] == 3
+    fewer = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": 3})})
+    assert count_tokens(fewer)["rows"] == 3
 
 
 def test_a_draft_vocabulary_without_a_token_to_learn_is_refused(distilled, tmp_path):
