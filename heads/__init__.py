@@ -41,12 +41,16 @@ def head_class(type: str) -> type[DraftHead]:
     return found
 
 
-def head_config(section: dict[str, Any], geometry: Geometry) -> Any:
-    """A recipe's `head` section, validated and with the target's defaults filled in. RecipeError names the key to mend."""
+def head_section(section: dict[str, Any]) -> Any:
+    """A recipe's `head` section, validated, with the head's own defaults: what can be said without the target. RecipeError names the key."""
     if "type" not in section:
         raise RecipeError(f"head.type is missing; valid: {', '.join(head_types())}")
-    config = validate(head_class(section["type"]).Config, section, "head")
-    return config.resolve(geometry)
+    return validate(head_class(section["type"]).Config, section, "head")
+
+
+def head_config(section: dict[str, Any], geometry: Geometry) -> Any:
+    """The same with the target's defaults filled in; RecipeError where head and target don't fit."""
+    return head_section(section).resolve(geometry)
 
 
 def build_head(section: dict[str, Any], geometry: Geometry, draft_ids: Tensor | None = None) -> DraftHead:

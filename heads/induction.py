@@ -7,13 +7,11 @@ Copying from the context is much of what can be drafted, and a head learns to ma
 only from much data (figures with and without: benchmarks/RESULTS.md). Matches use the slow rotary dimensions, so that up to some hundred
 tokens the distance hardly counts. All other weights stay random, and everything is trained.
 
-Shape suffixes: N sampled slots, H hidden, X taps · H, M copying key/value heads, K all of them, G query heads per key/value head, C dimensions
+Shape suffixes: N sampled slots, H hidden, X taps · H, M copying key/value heads, G query heads per key/value head, C dimensions
 of a head that match, D head dimension, U draft vocabulary.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +80,7 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
 def _procrustes(x_UH: Tensor, y_UH: Tensor) -> Tensor:
     """The orthogonal map that best takes the rows of x to the directions of those of y, the identity where they don't tell. Least squares is
     closer by distance and worse by what counts, the largest product with a row of lm_head."""
-    product_HH = sum(y.T @ x for x, y in _pieces(x_UH, F.normalize(y_UH.float(), dim=-1)))
-    assert isinstance(product_HH, Tensor)
+    product_HH = _product(F.normalize(y_UH.float(), dim=-1), x_UH)
     product_HH.diagonal().add_(1e-3 * product_HH.norm() / len(product_HH) ** 0.5)
     u_HH, _, vh_HH = torch.linalg.svd(product_HH)
     return u_HH @ vh_HH
@@ -91,13 +88,14 @@ def _procrustes(x_UH: Tensor, y_UH: Tensor) -> Tensor:
 
 def _regress(x_NX: Tensor, y_NY: Tensor) -> Tensor:
     """Ridge regression: W [X, Y] with x W ≈ y, float64. More columns than rows, or a column of zeros, are no trouble."""
-    gram_XX = sum(x.T @ x for x, _ in _pieces(x_NX, y_NY))
-    cross_XY = sum(x.T @ y for x, y in _pieces(x_NX, y_NY))
-    assert isinstance(gram_XX, Tensor) and isinstance(cross_XY, Tensor)
+    gram_XX = _product(x_NX, x_NX)
     gram_XX.diagonal().add_(RIDGE * gram_XX.diagonal().mean() + 1e-9)
-    return torch.linalg.solve(gram_XX, cross_XY)
+    return torch.linalg.solve(gram_XX, _product(x_NX, y_NY))
 
 
-def _pieces(*tables: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    for pieces in zip(*(x.split(ROWS) for x in tables), strict=True):
-        yield tuple(x.double() for x in pieces)
+def _product(x_NX: Tensor, y_NY: Tensor) -> Tensor:
+    """xᵀ y in float64, ROWS rows at a time."""
+    total_XY = torch.zeros(x_NX.shape[1], y_NY.shape[1], dtype=torch.float64, device=x_NX.device)
+    for x, y in zip(x_NX.split(ROWS), y_NY.split(ROWS), strict=True):
+        total_XY.addmm_(x.double().T, y.double())
+    return total_XY

@@ -74,18 +74,14 @@ class _Unreadable(Exception):
 def _load(
     source: Source, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, geometry: Geometry | None
 ) -> tuple[Any, Any, str | None]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if not source.local:
         common |= {"revision": source.revision, "local_files_only": _only_cached(source)}
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(source.path, **common)
-            text = config.get_text_config(decoder=True)
-            kind = type(config)
-            check_family(text, MODEL_FOR_CAUSAL_LM_MAPPING[kind] if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None, source.name)
+            config, text = _config(source, common)
             if geometry is not None:
                 check_geometry(geometry, geometry_of(text, text.vocab_size), source.name)
             tokenizer = AutoTokenizer.from_pretrained(source.path, **common)
@@ -101,17 +97,30 @@ def _load(
 
 def read_geometry(name: str, revision: str | None, trust_remote_code: bool) -> Geometry:
     """From config.json alone, without loading the model. RecipeError where there is none to be had."""
-    from transformers import AutoConfig
-
     source = locate(name, revision)
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if not source.local:
+        common |= {"revision": source.revision, "local_files_only": _in_cache(source, "config.json") is not None}
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=trust_remote_code)
-            text = config.get_text_config(decoder=True)
+            _, text = _config(source, common)
             return geometry_of(text, text.vocab_size)
+        except RecipeError:
+            raise
         except Exception as error:  # as in loading
             raise RecipeError(f"cannot read the config of {name} ({one_line(error)}): {_cure(source)}, or write target.geometry into the "
                               "recipe") from error
+
+
+def _config(source: Source, common: dict[str, Any]) -> tuple[Any, Any]:
+    """-> the config, and its text part, of a family that we can decode."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = AutoConfig.from_pretrained(source.path, **common)
+    text, kind = config.get_text_config(decoder=True), type(config)
+    check_family(text, MODEL_FOR_CAUSAL_LM_MAPPING[kind] if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None, source.name)
+    return config, text
 
 
 def _only_cached(source: Source) -> bool:

@@ -178,7 +178,7 @@ def test_a_tied_target_with_a_reduced_vocabulary_resumes_to_the_bit(tmp_path, mo
     assert run.main(straight) == 0
     halves = Recipe.load(write_recipe(tmp_path / "b", folder, **changes))
     with monkeypatch.context() as patch:
-        patch.setattr(run, "Stopper", lambda accelerator, every: _Stop(2))
+        patch.setattr(run, "Stopper", lambda accelerator, every: tiny.StopAt(2))
         assert run.main(halves) == 143
     assert newest_state(halves.run_dir / "ckpt")[0].step == 2
     assert run.main(halves) == 0
@@ -186,16 +186,6 @@ def test_a_tied_target_with_a_reduced_vocabulary_resumes_to_the_bit(tmp_path, mo
     head, _ = load_head(halves.run_dir / "ckpt/final")
     assert head.lm_head.weight.shape == (32, 64)
     assert json.loads((halves.run_dir / "ckpt/final/config.json").read_text())["tie_word_embeddings"] is False
-
-
-class _Stop:
-    reason, exit_code = "the test", 143
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def __call__(self, done):
-        return done == self.steps
 
 
 @pytest.mark.slow

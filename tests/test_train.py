@@ -424,6 +424,13 @@ def test_a_plan_counts_rows_that_answer_its_prompts(distilled, tmp_path):
     assert count_tokens(fewer)["rows"] == 3
 
 
+def test_a_head_section_is_judged_without_the_target(distilled, tmp_path):
+    for head, said in (({}, r"head\.type is missing"), ({"type": "eagle3", "induction_init": "maybe"}, "induction_init")):
+        with pytest.raises(RecipeError, match=said):
+            run.main(distilled.model_copy(update={"head": head, "run": str(tmp_path / "run")}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_draft_vocabulary_without_a_token_to_learn_is_refused(distilled, tmp_path):
     recipe = new_run(distilled, tmp_path / "run", max_len=3, supervise="all")
     recipe.head["draft_vocab_size"] = 2
@@ -442,17 +449,7 @@ def test_a_run_from_before_an_option_is_another_run(distilled, tmp_path):
 
 
 def stop_after(monkeypatch, steps):
-    monkeypatch.setattr(run, "Stopper", lambda accelerator, every: _StopAt(steps))
-
-
-class _StopAt:
-    reason, exit_code = "the test", 143
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def __call__(self, done):
-        return done == self.steps
+    monkeypatch.setattr(run, "Stopper", lambda accelerator, every: tiny.StopAt(steps))
 
 
 def test_run_folder_is_complete(straight, capfd):

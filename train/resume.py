@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftheads.heads import head_class
+from draftheads.heads import head_section
 from draftheads.recipes.files import atomic_folder, sha256_file
-from draftheads.recipes.schema import Recipe, RecipeError, validate
+from draftheads.recipes.schema import Recipe, RecipeError
 
 # Of the recipe's train section, what may change between a run and its resumption: it doesn't change what is computed (but the order of sums).
 FREE = ("log", "log_every", "checkpoint_every", "keep", "micro_batch_tokens", "loss_chunk")
@@ -43,7 +43,7 @@ def facts_of(recipe: Recipe, data_hash: str) -> dict[str, Any]:
         "target": {k: v for k, v in raw["target"].items() if k != "geometry"},
         "data": {k: v for k, v in raw["data"].items() if k not in FREE_DATA} | {"hash": data_hash},
         # With its defaults: when one changes, a run from before is another.
-        "head": validate(head_class(raw["head"]["type"]).Config, raw["head"], "head").model_dump(mode="json"),
+        "head": head_section(raw["head"]).model_dump(mode="json"),
         "train": {k: v for k, v in raw["train"].items() if k not in FREE},
     }
 

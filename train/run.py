@@ -29,7 +29,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 
 from draftheads.data.distill import distill, same_prompts
 from draftheads.data.features import RowStore
-from draftheads.heads import build_head, head_config
+from draftheads.heads import build_head, head_config, head_section
 from draftheads.heads.checkpoint import HeadMeta, read_meta, save_head
 from draftheads.inference.target import Target
 from draftheads.recipes.files import recover_folder, write_json, write_text
@@ -46,9 +46,9 @@ LOCK_WAIT_S = 60.0  # a killed launcher's process may still be writing its last 
 
 def main(recipe: Recipe) -> int:
     """Train what the recipe says, or go on with it. Returns the exit code: 0, or 128 + the signal that stopped it. RecipeError on bad input."""
+    head_section(recipe.head)
     if recipe.target.geometry is not None:
         head_config(recipe.head, recipe.target.geometry)
-    facts_of(recipe, "")  # the head section is valid, whatever the target
     accelerator = make_accelerator(recipe)
     say = partial(print, file=sys.stderr, flush=True) if accelerator.is_main_process else lambda *_: None
     say(greeting(recipe, accelerator))
