@@ -1,14 +1,15 @@
-"""The DraftHead contract: one module, used by training (`unroll`), decoding (`extend`, `draft_chain`) and export (`state_dict`).
+"""The DraftHead contract: one module, used by training (`unroll`), decoding (`extend`, `begin`, `step`) and export (`state_dict`).
 
 Training and drafting run the same layer functions; a test proves that they compute the same numbers.
 
-Shape suffixes: B rows, T slots, J unroll steps, M new pairs, F feature width (taps · D), D hidden, V target vocabulary, U draft vocabulary (Vd).
+Shape suffixes: B rows, T slots, J unroll steps, M new pairs, F feature width (taps · D), D hidden, V target vocabulary, U draft vocabulary (Vd),
+W drafted tokens of one level.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -84,8 +85,9 @@ class DraftHead(nn.Module, ABC):
 
     # ---- drafting
     @abstractmethod
-    def new_state(self, batch: int, max_len: int) -> Any:
-        """Static per-row buffers (the head's own KV cache and the state of the last pair). The cache must also hold the drafted tokens."""
+    def new_state(self, batch: int, max_len: int, drafts: int = 64) -> Any:
+        """Static per-row buffers (the head's own KV cache and the state of the last pair) for max_len pairs and, behind them, a draft of at
+        most `drafts` tokens. Compared by identity. If it has its keys and values in a DraftSlots named `slots`, drafting can be captured."""
 
     @abstractmethod
     def clear(self, state: Any, row: int) -> None:
@@ -96,10 +98,16 @@ class DraftHead(nn.Module, ABC):
         """Commit counts_B new (feature, token) pairs for the rows of `rows`; overwrites whatever drafting left in those slots."""
 
     @abstractmethod
-    def draft_chain(self, state: Any, gamma: int, pick: Callable[[int, Tensor], Tensor | None], rows: slice) -> list[Tensor]:
-        """Roll out γ steps after the committed pairs. At step j (0-based) the head computes logits_BU and calls pick(j, logits_BU), which
-        returns the chosen *target ids* [B] (this is where drafters take the argmax or sample); the head feeds them back. Returns the
-        γ chosen tensors. pick may return None to stop early. Leaves the committed state unchanged."""
+    def begin(self, state: Any, rows: slice) -> Tensor:
+        """Begin a draft behind the committed pairs of `rows`; what an earlier draft left is forgotten. -> draft logits [B, U] of the first
+        drafted token. The committed state is unchanged by this and by `step`."""
+
+    @abstractmethod
+    def step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, rows: slice) -> Tensor:
+        """Add one level to the draft: W drafted tokens (target ids) a row, each below the node of the level before that parents_BW (int64)
+        names by its place there; the first level's parent is the root, 0. -> draft logits [B, W, U] of what follows each of them.
+
+        A chain is W = 1 with parents 0. All levels together may hold as many tokens as new_state was told."""
 
     @abstractmethod
     def move(self, state: Any, source: int, to: int) -> None:

@@ -12,12 +12,12 @@ EAGLE-3: arXiv 2503.01840. EAGLE-3.1: arXiv 2605.09992. Names and shapes of the 
 lm_head, d2t, t2d, fc_norm.{i}); the residual is the un-normed g (vLLM's norm_before_residual: false).
 
 Shape suffixes: B rows, T slots, J unroll steps, M new pairs, F feature width (taps · H), H hidden (D in base.py), U draft vocabulary, V target's,
-X = 2H, K key/value heads, G query heads per key/value head, D head dimension, S slots of the drafting cache.
+X = 2H, K key/value heads, G query heads per key/value head, D head dimension, W drafted tokens of one level, A drafted tokens so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -32,18 +32,15 @@ from draftheads.heads.layers import (
     BorrowedLinear,
     MidLayer,
     Norm,
-    attend_cached,
     attend_unrolled,
     causal_mask,
     nan_table,
     rope_parameters,
     target_rotary,
 )
+from draftheads.heads.slots import DraftSlots, descend
 from draftheads.heads.vocab import draft_maps
 from draftheads.recipes.schema import Geometry, RecipeError, Section
-
-# Slots beyond max_len in the drafting cache, for drafted tokens; the very last one takes what padding writes and is never read.
-_SPARE = 64
 
 
 class Eagle3Config(Section):
@@ -91,19 +88,22 @@ def _taps(taps: tuple[int | str, ...] | None, layers: int) -> tuple[int | str, .
     return chosen
 
 
-@dataclass
+@dataclass(eq=False)
 class Eagle3State:
-    """The drafting cache. Row b's committed pairs are slots 0 … lengths[b]−1 (slot = position); drafting writes behind them.
+    """The drafting cache, and what the next draft step starts from.
 
     fed_BH: the state that the last committed pair feeds to the first draft step; normed_BH: what `logits` turns into its draft.
+    Of the draft so far: its last level's states level_BWH, which drafted slots each of them may read (itself included) above_BWA (None while
+    the draft is a chain), and how many levels and tokens it has.
     """
 
-    keys_BKSD: Tensor
-    values_BKSD: Tensor
+    slots: DraftSlots
     fed_BH: Tensor
     normed_BH: Tensor
-    cos_sin_SD: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]
-    lengths: list[int] = ()  # type: ignore[assignment]
+    level_BWH: Tensor | None = None
+    above_BWA: Tensor | None = None
+    depth: int = 0
+    drafted: int = 0
 
 
 class Eagle3(DraftHead):
@@ -256,104 +256,82 @@ class Eagle3(DraftHead):
 
     # ---- drafting
 
-    def new_state(self, batch: int, max_len: int) -> Eagle3State:
+    def new_state(self, batch: int, max_len: int, drafts: int = 64) -> Eagle3State:
         c, like = self.config, self.norm.weight
-        S = max_len + _SPARE
-        # Ordinary tensors even when the caller is in inference mode, so that the state may be used outside it too.
+        slots = DraftSlots(batch, max_len, drafts, c.num_kv_heads or 0, c.head_dim or 0, like, self.cos_sin)
         with torch.inference_mode(False), torch.no_grad():
-            cache = torch.zeros(2, batch, c.num_kv_heads or 0, S, c.head_dim or 0, device=like.device, dtype=like.dtype)
             last = torch.zeros(2, batch, c.hidden_size or 0, device=like.device, dtype=like.dtype)
-            cos_1SD, sin_1SD = self.cos_sin(torch.arange(S, device=like.device)[None])
-            return Eagle3State(cache[0], cache[1], last[0], last[1], (cos_1SD[0], sin_1SD[0]), [0] * batch)
+        return Eagle3State(slots, last[0], last[1])
 
     def clear(self, state: Eagle3State, row: int) -> None:
-        """Forget the row's pairs."""
-        state.lengths[row] = 0
+        state.slots.clear(row)
 
     def move(self, state: Eagle3State, source: int, to: int) -> None:
-        n = state.lengths[source]
-        for cache_BKSD in (state.keys_BKSD, state.values_BKSD):
-            cache_BKSD[to, :, :n] = cache_BKSD[source, :, :n]
+        state.slots.move(source, to)
         for last_BH in (state.fed_BH, state.normed_BH):
             last_BH[to] = last_BH[source]
-        state.lengths[to] = n
 
     @torch.no_grad()
     def extend(self, state: Eagle3State, features_BMF: Tensor, tokens_BM: Tensor, counts_B: Tensor, rows: slice) -> None:
         """Keys and values of all new pairs; attention, MLP and norm only for each row's last one, whose output drafting starts from."""
-        starts, counts = state.lengths[rows], counts_B.tolist()
-        ends = [s + n for s, n in zip(starts, counts, strict=True)]
-        if not any(counts):
-            return
-        if max(ends) > state.keys_BKSD.shape[2] - _SPARE:
-            raise ValueError(f"{max(ends)} pairs do not fit a drafting cache of {state.keys_BKSD.shape[2] - _SPARE}")
+        slots = state.slots
+        counts = counts_B.tolist() if slots.view is None else None
+        if counts is not None:
+            longest = max(n + count for n, count in zip(slots.lengths[rows], counts, strict=True))
+            if not any(counts):
+                return
+            if longest > slots.max_len:
+                raise ValueError(f"{longest} pairs do not fit a drafting cache of {slots.max_len}")
+        state.level_BWH, state.above_BWA, state.depth, state.drafted = None, None, 0, 0
+        M = tokens_BM.shape[1]
         g_BMH = self.fuse(features_BMF)
         x_BMX = self.midlayer.inputs(self.embed(tokens_BM), g_BMH)
-        self._write(state, x_BMX, starts, rows)
-        if len(counts) == 1:
+        slots.write(rows, *self.midlayer.self_attn.key_value(x_BMX, slots.rope(rows, 0, M)), 0)
+        slots.advance(rows, counts_B, counts)
+        if counts is not None and len(counts) == 1:
             x_B1X, g_B1H = x_BMX[:, counts[0] - 1 : counts[0]], g_BMH[:, counts[0] - 1 : counts[0]]
         else:
             last_B11 = (counts_B.to(g_BMH.device) - 1).clamp(min=0)[:, None, None]
             x_B1X, g_B1H = (t.gather(1, last_B11.expand(-1, 1, t.shape[-1])) for t in (x_BMX, g_BMH))
-        fed_BH, normed_BH = self._query(state, x_B1X, g_B1H, [max(e - 1, 0) for e in ends], rows)
-        if min(counts) == 0:  # a row without news keeps its state
+        cos, sin = slots.rope(rows, -1)
+        fed_B1H, normed_B1H = self._attend(state, x_B1X, g_B1H, (cos, sin), rows)
+        fed_BH, normed_BH = fed_B1H[:, 0], normed_B1H[:, 0]
+        if counts is None or min(counts) == 0:  # a row without news keeps its state
             news_B1 = (counts_B > 0).to(fed_BH.device)[:, None]
             fed_BH = torch.where(news_B1, fed_BH, state.fed_BH[rows])
             normed_BH = torch.where(news_B1, normed_BH, state.normed_BH[rows])
         state.fed_BH[rows] = fed_BH
         state.normed_BH[rows] = normed_BH
-        state.lengths[rows] = ends
 
     @torch.no_grad()
-    def draft_chain(self, state: Eagle3State, gamma: int, pick: Callable[[int, Tensor], Tensor | None], rows: slice) -> list[Tensor]:
-        fed_BH, normed_BH = state.fed_BH[rows], state.normed_BH[rows]
-        slots = list(state.lengths[rows])
-        chosen: list[Tensor] = []
-        for j in range(gamma):
-            tokens_B = pick(j, self.logits(normed_BH))
-            if tokens_B is None:
-                break
-            chosen.append(tokens_B)
-            if j + 1 == gamma or max(slots) + 1 >= state.keys_BKSD.shape[2]:
-                break
-            x_B1X = self.midlayer.inputs(self.embed(tokens_B[:, None]), fed_BH[:, None])
-            self._write(state, x_B1X, slots, rows)
-            fed_BH, normed_BH = self._query(state, x_B1X, fed_BH[:, None], slots, rows)
-            slots = [s + 1 for s in slots]
-        return chosen
+    def begin(self, state: Eagle3State, rows: slice) -> Tensor:
+        state.level_BWH, state.above_BWA, state.depth, state.drafted = state.fed_BH[rows][:, None], None, 0, 0
+        return self.logits(state.normed_BH[rows])
 
-    def _write(self, state: Eagle3State, x_BMX: Tensor, starts: list[int], rows: slice) -> None:
-        """Keys and values of M pairs per row into slots starts[b] … starts[b]+M−1."""
-        M, S = x_BMX.shape[1], state.keys_BKSD.shape[2]
-        same = min(starts) == max(starts) and starts[0] + M <= S
-        if same:
-            cos_MD, sin_MD = (t[starts[0] : starts[0] + M] for t in state.cos_sin_SD)
-            k_BKMD, v_BKMD = self.midlayer.self_attn.key_value(x_BMX, (cos_MD, sin_MD))
-            state.keys_BKSD[rows, :, starts[0] : starts[0] + M] = k_BKMD
-            state.values_BKSD[rows, :, starts[0] : starts[0] + M] = v_BKMD
-            return
-        slots_BM = torch.tensor(starts, device=x_BMX.device)[:, None] + torch.arange(M, device=x_BMX.device)
-        slots_BM = slots_BM.clamp(max=S - 1)
-        cos, sin = (t[slots_BM][:, None] for t in state.cos_sin_SD)
-        k_BKMD, v_BKMD = self.midlayer.self_attn.key_value(x_BMX, (cos, sin))
-        rows_B1 = torch.arange(state.keys_BKSD.shape[0], device=x_BMX.device)[rows, None]
-        state.keys_BKSD[rows_B1, :, slots_BM] = k_BKMD.transpose(1, 2)
-        state.values_BKSD[rows_B1, :, slots_BM] = v_BKMD.transpose(1, 2)
+    @torch.no_grad()
+    def step(self, state: Eagle3State, tokens_BW: Tensor, parents_BW: Tensor, rows: slice) -> Tensor:
+        slots, W = state.slots, tokens_BW.shape[1]
+        assert state.level_BWH is not None, "step before begin"
+        if state.drafted + W > slots.drafts:
+            raise ValueError(f"{state.drafted + W} drafted tokens in a drafting cache made for {slots.drafts}")
+        chain = W == 1 and state.above_BWA is None
+        g_BWH = state.level_BWH if chain else state.level_BWH.gather(1, parents_BW[..., None].expand(-1, -1, state.level_BWH.shape[-1]))
+        if not chain:
+            state.above_BWA = descend(state.above_BWA, parents_BW, state.drafted)
+        x_BWX = self.midlayer.inputs(self.embed(tokens_BW), g_BWH)
+        cos_sin = slots.rope(rows, state.depth)
+        slots.write(rows, *self.midlayer.self_attn.key_value(x_BWX, cos_sin), state.drafted)
+        state.depth, state.drafted = state.depth + 1, state.drafted + W
+        state.level_BWH, normed_BWH = self._attend(state, x_BWX, g_BWH, cos_sin, rows)
+        return self.logits(normed_BWH)
 
-    def _query(self, state: Eagle3State, x_B1X: Tensor, g_B1H: Tensor, slots: list[int], rows: slice) -> tuple[Tensor, Tensor]:
-        """The layer's output for one pair per row, at slots[b], whose key is written already → (fed, normed), [B, H]."""
-        n = max(slots) + 1
-        if min(slots) + 1 == n:
-            mask_BS = None
-            cos_sin = tuple(t[n - 1] for t in state.cos_sin_SD)
-        else:
-            slots_B = torch.tensor(slots, device=x_B1X.device)
-            mask_BS = torch.arange(n, device=x_B1X.device) <= slots_B[:, None]
-            cos_sin = tuple(t[slots_B][:, None, None, None] for t in state.cos_sin_SD)
-        q_BKGD = self.midlayer.self_attn.query(x_B1X, cos_sin)  # type: ignore[arg-type]
-        a_BKGD = attend_cached(q_BKGD, state.keys_BKSD[rows, :, :n], state.values_BKSD[rows, :, :n], mask_BS)
-        fed_B1H, normed_B1H = self.outputs(self.midlayer.finish(self.midlayer.self_attn.output(a_BKGD, 1), g_B1H))
-        return fed_B1H[:, 0], normed_B1H[:, 0]
+    def _attend(self, state: Eagle3State, x_BWX: Tensor, g_BWH: Tensor, cos_sin: tuple[Tensor, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
+        """The layer's output for W tokens whose keys are written already, all at one position → (fed, normed), [B, W, H]."""
+        attention = self.midlayer.self_attn
+        cos, sin = cos_sin
+        q_BKQD = attention.query(x_BWX, (cos[:, :, None], sin[:, :, None]) if cos.dim() == 4 else (cos, sin))
+        a_BKQD = state.slots.attend(rows, q_BKQD, state.drafted, state.above_BWA)
+        return self.outputs(self.midlayer.finish(attention.output(a_BKQD, x_BWX.shape[1]), g_BWH))
 
 
 def step_positions(positions_BT: Tensor, steps: int) -> Tensor:

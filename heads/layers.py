@@ -1,10 +1,11 @@
 """What heads of the EAGLE family are made of: a decoder layer over [embedding; state], its attention in training and in drafting, rotary.
 
-Attention has two forms with the same numbers: `attend_unrolled` for all slots of a training batch at one unroll step, `attend_cached` for one
-new query per row over the drafting cache. Query heads that share a key/value head are folded into the query axis; keys are never repeated.
+Attention has two forms with the same numbers: `attend_unrolled` for all slots of a training batch at one unroll step, `attend_cached` for the
+new queries of each row over the drafting cache (heads/slots.py). Query heads that share a key/value head are folded into the query axis; keys are
+never repeated.
 
 Shape suffixes: B rows, T slots, H hidden, X = 2H, K key/value heads, G query heads per key/value head, Q = G·T folded queries, D head
-dimension, S slots of the drafting cache.
+dimension, S slots of the drafting cache, W drafted tokens of one level.
 """
 
 from __future__ import annotations
@@ -126,12 +127,14 @@ def attend_unrolled(q_BKQD: Tensor, keys: list[Tensor], values: list[Tensor], ma
     return out_BKQD
 
 
-def attend_cached(q_BKGD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, mask_BS: Tensor | None) -> Tensor:
-    """One query per row against the cache. mask_BS: True where the slot may be read, None: all."""
-    scores_BKGS = (q_BKGD @ keys_BKSD.transpose(-1, -2)).float()
-    if mask_BS is not None:
-        scores_BKGS = scores_BKGS.masked_fill(~mask_BS[:, None, None], float("-inf"))
-    return torch.softmax(scores_BKGS, -1).to(values_BKSD.dtype) @ values_BKSD
+def attend_cached(q_BKQD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, mask_BWS: Tensor | None) -> Tensor:
+    """W queries per row (folded, Q = G·W) against the cache. mask_BWS: True where query w may read the slot (W or 1 wide), None: all."""
+    scores_BKQS = (q_BKQD @ keys_BKSD.transpose(-1, -2)).float()
+    if mask_BWS is not None:
+        B, K, Q, S = scores_BKQS.shape
+        scores_BKGWS = scores_BKQS.view(B, K, -1, mask_BWS.shape[1], S).masked_fill(~mask_BWS[:, None, None], float("-inf"))
+        scores_BKQS = scores_BKGWS.view(B, K, Q, S)
+    return torch.softmax(scores_BKQS, -1).to(values_BKSD.dtype) @ values_BKSD
 
 
 def causal_mask(documents_BT: Tensor) -> Tensor:

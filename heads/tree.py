@@ -24,6 +24,9 @@ class DraftTree:
     q_BNV      float32 or None. For *sampled* drafts: q_BNV[b, i] is exactly the distribution over the target's vocabulary that node
                i's token was drawn from (row 0 is unused). None means deterministic proposals (q is one-hot).
     source_B   optional list, one short name a row ("head", "ngram", …): who drafted it, for the metrics.
+    chained    the host's knowledge that every parent is the node before it: a GPU need not be asked. False means "not known to be".
+    widths     for trees grown level by level: (w_1, w_2, …), every node at depth d − 1 has w_d children, nodes in level order, siblings
+               side by side in the order in which they were drawn. None: any other shape.
     """
 
     tokens_BN: Tensor
@@ -31,6 +34,8 @@ class DraftTree:
     valid_BN: Tensor
     q_BNV: Tensor | None = None
     source_B: list[str] | None = None
+    chained: bool = False
+    widths: tuple[int, ...] | None = None
 
     @classmethod
     def chain(cls, root_B: Tensor, drafts_BG: Tensor, counts_B: Tensor | None = None, q_BGV: Tensor | None = None) -> DraftTree:
@@ -39,16 +44,28 @@ class DraftTree:
         index_N = torch.arange(G + 1, device=root_B.device)
         valid_BN = index_N[None] <= (counts_B[:, None] if counts_B is not None else torch.full((B, 1), G, device=root_B.device))
         q_BNV = None if q_BGV is None else torch.cat([torch.zeros_like(q_BGV[:, :1]) if G else q_BGV.new_zeros(B, 1, q_BGV.shape[-1]), q_BGV], 1)
-        return cls(torch.cat([root_B[:, None], drafts_BG], 1), (index_N - 1)[None].expand(B, -1).contiguous(), valid_BN, q_BNV)
+        return cls(torch.cat([root_B[:, None], drafts_BG], 1), (index_N - 1)[None].expand(B, -1).contiguous(), valid_BN, q_BNV, chained=True)
 
     @property
     def width(self) -> int:
         """N, the number of tokens the target sees in the verify forward."""
         return self.tokens_BN.shape[1]
 
+    def widened(self, N: int) -> DraftTree:
+        """The same tree padded to N nodes with invalid ones, each a child of the node before it."""
+        B, width = self.tokens_BN.shape
+        if N == width:
+            return self
+        parents_BE = torch.arange(width - 1, N - 1, device=self.parents_BN.device).expand(B, -1)
+        pad = torch.nn.functional.pad
+        return DraftTree(pad(self.tokens_BN, (0, N - width)), torch.cat([self.parents_BN, parents_BE], 1), pad(self.valid_BN, (0, N - width)),
+                         None if self.q_BNV is None else pad(self.q_BNV, (0, 0, 0, N - width)), self.source_B, self.chained)
+
     def ancestors_BNN(self) -> Tensor:
         """bool [B,N,N]: [b,i,j] is True where j is i or an ancestor of i (what node i may attend to inside the tree)."""
         B, N = self.tokens_BN.shape
+        if self.chained:
+            return torch.ones(N, N, dtype=torch.bool, device=self.tokens_BN.device).tril_().expand(B, N, N)
         reach_BNN = torch.eye(N, dtype=torch.bool, device=self.tokens_BN.device).expand(B, N, N).clone()
         hop_BN = self.parents_BN
         steps = max(1, (N - 1).bit_length())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from draftheads.heads import build_head, head_config, head_types
 from draftheads.heads.base import DraftBatch
 from draftheads.heads.eagle3 import Eagle3
 from draftheads.heads.losses import acceptance, soft_cross_entropy
+from draftheads.heads.slots import DraftSlots
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.drafters.composite import Composite
 from draftheads.inference.drafters.head import HeadDrafter
@@ -178,7 +180,7 @@ def test_mutants_of_unroll_are_seen(variant, mutant, monkeypatch):
 
 
 def drafting_gap(head: Eagle3, seed: int, stale: bool = False) -> float:
-    """new_state, extend in random chunks, draft_chain with the document's own tokens, against unroll. Between two extends the cache is
+    """new_state, extend in random chunks, a draft of the document's own tokens, against unroll. Between two extends the cache is
     littered by drafting wrong tokens. stale: the mutant whose extend leaves drafted entries where they are."""
     rng = random.Random(seed)
     rows = [documents([n], seed + n) for n in (11, 6, 9)]
@@ -192,25 +194,27 @@ def drafting_gap(head: Eagle3, seed: int, stale: bool = False) -> float:
         features_BMF, tokens_BM = torch.randn(B, M, 3 * H), torch.randint(V, (B, M))  # padding is garbage on purpose
         for b, ((features, tokens),) in enumerate(rows):
             features_BMF[b, : counts[b]], tokens_BM[b, : counts[b]] = features[done[b] : done[b] + counts[b]], tokens[done[b] : done[b] + counts[b]]
-        before = state.keys_BKSD.clone(), state.values_BKSD.clone()
+        before = state.slots.keys_BKSD.clone(), state.slots.values_BKSD.clone()
         head.extend(state, features_BMF, tokens_BM, torch.tensor(counts), everyone)
         if stale:
             for b in range(B):
                 kept = slice(done[b], done[b] + min(counts[b], 2)) if done[b] else slice(0, 0)
-                state.keys_BKSD[b, :, kept], state.values_BKSD[b, :, kept] = before[0][b, :, kept], before[1][b, :, kept]
+                state.slots.keys_BKSD[b, :, kept], state.slots.values_BKSD[b, :, kept] = before[0][b, :, kept], before[1][b, :, kept]
         done = [d + c for d, c in zip(done, counts, strict=True)]
         if min(done) == 0:
             continue
-        seen = []
-
-        def forced(j, logits_BU, seen=seen, done=done):
-            seen.append(logits_BU.clone())
-            return torch.stack([rows[b][0][1][done[b] + j] for b in range(B)])
-
-        head.draft_chain(state, J, forced, everyone)
+        seen = draft(head, state, everyone, [torch.stack([rows[b][0][1][done[b] + j] for b in range(B)]) for j in range(J - 1)])
         worst = max([worst, *(gap(seen[j][b], head.logits(expected[j][b, done[b] - 1])) for j in range(J) for b in range(B))])
-        head.draft_chain(state, 3, lambda j, logits_BU: torch.randint(V, (B,)), everyone)
+        draft(head, state, everyone, [torch.randint(V, (B,)) for _ in range(2)])
     return worst
+
+
+def draft(head, state, rows, tokens):
+    """The draft logits [B, U] before and after each forced token of a chain."""
+    seen = [head.begin(state, rows)]
+    for tokens_B in tokens:
+        seen.append(head.step(state, tokens_B[:, None], torch.zeros_like(tokens_B)[:, None], rows)[:, 0])
+    return seen
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -230,30 +234,9 @@ def test_a_stale_draft_cache_is_seen():
 def test_drafting_rope_mutant_is_seen(monkeypatch):
     """A cache whose drafted tokens sit one position too far."""
     head, *_ = make_head()
-    query, write = Eagle3._query, Eagle3._write
-
-    def moved(state):
-        return SimpleNamespace(**{**vars(state), "cos_sin_SD": tuple(t.roll(-1, 0) for t in state.cos_sin_SD)})
-
-    def off(name, original):
-        def call(self, state, x, *rest):
-            drafting = x.shape[1] == 1 and getattr(self, "_drafting", False)
-            return original(self, moved(state) if drafting else state, x, *rest)
-
-        monkeypatch.setattr(Eagle3, name, call)
-
-    off("_query", query)
-    off("_write", write)
-    chain = Eagle3.draft_chain
-
-    def draft_chain(self, *arguments):
-        self._drafting = True
-        try:
-            return chain(self, *arguments)
-        finally:
-            self._drafting = False
-
-    monkeypatch.setattr(Eagle3, "draft_chain", draft_chain)
+    rope = DraftSlots.rope
+    # Drafted keys and queries only: extend asks with offset 0 (keys) and −1 (the last pair's query).
+    monkeypatch.setattr(DraftSlots, "rope", lambda self, rows, offset, count=1: rope(self, rows, offset + (count == 1 and offset >= 1), count))
     with torch.no_grad():
         assert drafting_gap(head, 0) > 1e-3
 
@@ -263,13 +246,13 @@ def test_move_and_clear():
     state = head.new_state(3, 16)
     features_BMF, tokens_BM = torch.randn(2, 5, 3 * H), torch.randint(V, (2, 5))
     head.extend(state, features_BMF, tokens_BM, torch.tensor([3, 5]), slice(0, 2))
-    pick = lambda j, logits_BU: head.target_ids(logits_BU.argmax(-1))  # noqa: E731
-    before = head.draft_chain(state, 3, pick, slice(1, 2))
+    forced = [torch.tensor([5]), torch.tensor([7])]
+    before = draft(head, state, slice(1, 2), forced)
     head.move(state, 1, 0)
-    assert [int(t) for t in before] == [int(t) for t in head.draft_chain(state, 3, pick, slice(0, 1))]
+    assert all(torch.equal(x, y) for x, y in zip(before, draft(head, state, slice(0, 1), forced), strict=True))
     head.clear(state, 0)
     head.extend(state, features_BMF[1:], tokens_BM[1:], torch.tensor([5]), slice(0, 1))
-    assert [int(t) for t in before] == [int(t) for t in head.draft_chain(state, 3, pick, slice(0, 1))]
+    torch.testing.assert_close(before, draft(head, state, slice(0, 1), forced))  # extended alone: other rounding
 
 
 def test_every_trained_parameter_gets_a_gradient_and_padding_none():
@@ -437,7 +420,7 @@ def test_drafter_proposes_what_the_reference_drafts(variant):
 def test_missing_d2t_is_seen():
     head, *borrowed = make_head()
     rows = Rows(HeadDrafter(head, stub_target(*borrowed)), [5])
-    rows.drafter.ids_U = torch.arange(50)
+    rows.drafter.vocab = replace(rows.drafter.vocab, ids_U=torch.arange(50))
     assert rows.propose(3).tokens_BN[0, 1:].tolist() != [int(x.argmax()) for x in rows.expected(head, borrowed, 0, 3)]
 
 

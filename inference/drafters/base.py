@@ -19,18 +19,32 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.tree import DraftTree
+from draftheads.inference.graphs import Graphs
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Sampling
 from draftheads.inference.sampling import RowSampling
+from draftheads.inference.shapes import Shape
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to draft in this round: gamma, the longest chain; `room_B` caps it per row, or None: tokens that may
-    still be written beside the one that every round emits; 0 wants no drafts."""
+    """How much to draft in this round: gamma, the longest chain; tree: a tree instead of a chain, for drafters that can grow one (its own
+    depth counts, not gamma); `room_B` caps either per row, or None: tokens that may still be written beside the one that every round
+    emits; 0 wants no drafts."""
 
     gamma: int = 4
     room_B: tuple[int, ...] | None = None
+    tree: Shape | None = None
+
+    @property
+    def depth(self) -> int:
+        """Most drafted tokens that one round can accept."""
+        return self.gamma if self.tree is None else self.tree.depth
+
+    @property
+    def drafts(self) -> int:
+        """Most drafted tokens of one round's tree, the root not counted."""
+        return self.gamma if self.tree is None else self.tree.nodes
 
 
 class Drafter(ABC):
@@ -38,6 +52,11 @@ class Drafter(ABC):
 
     name: str = "drafter"
     taps: tuple[int | str, ...] = ()
+    graphs: Graphs | None = None
+
+    def lend(self, graphs: Graphs | None) -> None:
+        """Before `reset`: where to capture draft steps as CUDA graphs, None to run them eagerly. A drafter may ignore it."""
+        self.graphs = graphs
 
     @abstractmethod
     def reset(self, batch: int, max_len: int, device: torch.device) -> None:
@@ -54,7 +73,8 @@ class Drafter(ABC):
     @abstractmethod
     def observe(self, tokens_BM: Tensor, counts_B: Tensor, features_BMF: Tensor | None) -> None:
         """After a round: per active row its counts_B new tokens (accepted drafts, then the bonus token, which is the next root), and at
-        column i the feature that pairs with token i. Called on every drafter after every round, also on one that did not draft."""
+        column i the feature that pairs with token i. Called on every drafter after every round, also on one that did not draft.
+        tokens_BM and counts_B are on the CPU whatever the device (the host has read them already), features_BMF are on the device."""
 
     @abstractmethod
     def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:

@@ -1,32 +1,35 @@
 """HeadDrafter: a DraftHead as a Drafter; the only caller of a DraftHead's drafting methods.
 
-observe ─► pending (feature, token) pairs ─► [propose] extend: pairs into the head's cache ─► draft_chain ─► DraftTree
+observe ─► pending (feature, token) pairs ─► [propose] extend: pairs into the head's cache ─► growth.grow ─► DraftTree
 
 Pairs are taken in only when the head must propose: in a composite whose n-gram part serves a round, the head costs next to nothing and
-still sees every token. Drafts are argmaxes in greedy rows; in sampled rows they are drawn from the head's own processed distribution (the
-sampling options of the target applied to the draft), which goes into the tree as q.
+still sees every token. What is proposed, and how (chain or tree, likeliest or drawn), is inference/growth.py's business.
 
-Shape suffixes: B rows, M pairs (padded), T prompt length, F feature width, G drafted tokens, U draft vocabulary, V target vocabulary.
+Shape suffixes: B rows, M pairs (padded), T prompt length, F feature width, U draft vocabulary, W tokens of a draft level.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.checkpoint import check_geometry
+from draftheads.heads.slots import DraftSlots
 from draftheads.heads.tree import DraftTree
 from draftheads.inference.drafters.base import Drafter, Plan
+from draftheads.inference.growth import DraftVocab, grow, limited, sprout
 from draftheads.inference.int8 import can_int8, int8_linears
-from draftheads.inference.noise import DRAFT, Noise
+from draftheads.inference.noise import Noise
 from draftheads.inference.packed import pack_linears
 from draftheads.inference.requests import Sampling
-from draftheads.inference.sampling import RowSampling, row_log_probs
+from draftheads.inference.sampling import RowSampling
+from draftheads.inference.shapes import MOST_NODES
 from draftheads.inference.target import Target
 
 # More pending pairs than BURST in one row are taken in alone, BLOCK at a time; more than BACKLOG at once, even if nobody asks for drafts.
@@ -42,6 +45,19 @@ class _Row:
 
     def waiting(self) -> int:
         return sum(len(tokens_M) for _, tokens_M in self.pending)
+
+
+@dataclass(frozen=True)
+class _HeadStepper:
+    head: DraftHead
+    state: Any
+    rows: slice
+
+    def begin(self) -> Tensor:
+        return self.head.begin(self.state, self.rows)
+
+    def step(self, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
+        return self.head.step(self.state, tokens_BW, parents_BW, self.rows)
 
 
 class HeadDrafter(Drafter):
@@ -62,15 +78,22 @@ class HeadDrafter(Drafter):
         self.int8 = int8
         self.taps = tuple(head.taps)
         self.min_confidence = min_confidence
-        self.vocab_size = target.geometry.vocab_size
         self.max_positions: int = getattr(head.config, "max_positions", None) or target.geometry.max_positions
-        self.ids_U = self.head.target_ids(torch.arange(len(self.head.d2t), device=self.head.d2t.device))
-        usable = len(target.tokenizer) if target.tokenizer is not None else self.vocab_size
-        self.padding_U = self.ids_U >= usable if int(self.ids_U[-1]) >= usable else None
+        V = target.geometry.vocab_size
+        ids_U = self.head.target_ids(torch.arange(len(self.head.d2t), device=self.head.d2t.device))
+        usable = len(target.tokenizer) if target.tokenizer is not None else V
+        self.vocab = DraftVocab(ids_U, V, ids_U >= usable if int(ids_U[-1]) >= usable else None)
         self.warned = False
+        self.forms: dict[Hashable, tuple[bool, tuple[int, ...] | None]] = {}  # of captured drafts: what the host knows of their shape
 
     def reset(self, batch: int, max_len: int, device: torch.device) -> None:
-        self.state = self.head.new_state(batch, min(max_len, self.max_positions))
+        room = min(max_len, self.max_positions)
+        if self.graphs is None:
+            self.state = self.head.new_state(batch, room, MOST_NODES)
+        else:  # graphs hold the addresses of its buffers
+            self.state = self.graphs.keep(self, (batch, room), lambda: self.head.new_state(batch, room, MOST_NODES))
+            for row in range(batch):
+                self.head.clear(self.state, row)
         self.rows = [_Row() for _ in range(batch)]
         self.root_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.fresh: tuple[Tensor, Tensor, Tensor, list[int]] | None = None
@@ -97,10 +120,11 @@ class HeadDrafter(Drafter):
         self._spill()
         B, counts = len(tokens_BM), counts_B.tolist()
         # One round that nobody skipped stays whole: in the common case it is `extend`ed as it came.
+        tokens_BM = tokens_BM.to(self.root_B.device)
         self.fresh = (features_BMF, tokens_BM, counts_B, counts)
         for row, count in zip(self.rows, counts, strict=False):
             row.pairs += count
-        self.root_B[:B] = tokens_BM.gather(1, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
+        self.root_B[:B] = tokens_BM.gather(1, (counts_B.to(tokens_BM.device) - 1).clamp(min=0)[:, None])[:, 0]
         if any(row.waiting() > BACKLOG for row in self.rows[:B]):
             self._take_in(B)
 
@@ -118,67 +142,55 @@ class HeadDrafter(Drafter):
 
     def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:
         B = len(noise.seeds_B)
-        # The last step of a chain of n feeds the pair at position pairs + n − 2.
-        caps = [max(0, min(plan.gamma, self.max_positions - row.pairs + 1)) if not self._off(row) else 0 for row in self.rows[:B]]
+        # A draft of depth n feeds pairs up to position pairs + n − 2.
+        caps = [max(0, min(plan.depth, self.max_positions - row.pairs + 1)) if not self._off(row) else 0 for row in self.rows[:B]]
         if plan.room_B is not None:
             caps = [min(cap, room) for cap, room in zip(caps, plan.room_B, strict=True)]
         root_B = self.root_B[:B].clone()
-        if max(caps) <= 0:
-            return self._tree(root_B, [], [0] * B, None)
-        self._take_in(B)
         rows = sampling if isinstance(sampling, RowSampling) else RowSampling.of([None] * B, sampling, root_B.device)
-        if all(rows.greedy):
-            pick, counts = self._greedy(caps)
-            return self._tree(root_B, self.head.draft_chain(self.state, max(caps), pick, slice(0, B)), counts, None)
-        q: list[Tensor] = []
-        pick = self._sampled(rows, noise, torch.tensor([row.pairs for row in self.rows[:B]], device=root_B.device), q)
-        return self._tree(root_B, self.head.draft_chain(self.state, max(caps), pick, slice(0, B)), caps, q)
+        if max(caps) > 0:
+            if self.graphs is not None and self.min_confidence == 0 and self._whole(B):
+                return limited(self._captured(replace(plan, room_B=None), rows, noise.seeds_B, root_B), caps, plan.depth, self.name)
+            self._take_in(B)
+        roots_B = torch.tensor([row.pairs for row in self.rows[:B]], device=root_B.device)
+        return grow(self._stepper(B), root_B, plan, caps, rows, noise, roots_B, self.vocab, self.name, self.min_confidence)
 
-    def _tree(self, root_B: Tensor, chosen: list[Tensor], counts: list[int], q: list[Tensor] | None) -> DraftTree:
-        counts = [min(c, len(chosen)) for c in counts]
-        widest = max(counts)
-        drafts_BG = torch.stack(chosen[:widest], 1) if widest else root_B.new_zeros(len(root_B), 0)
-        counts_B = None if min(counts) == widest else torch.tensor(counts, device=root_B.device)
-        tree = DraftTree.chain(root_B, drafts_BG, counts_B, torch.stack(q[:widest], 1) if q and widest else None)
-        tree.source_B = [self.name if c else "none" for c in counts]
-        return tree
+    def _stepper(self, B: int) -> _HeadStepper:
+        return _HeadStepper(self.head, self.state, slice(0, B))
 
-    def _greedy(self, caps: list[int]) -> tuple[Callable[[int, Tensor], Tensor | None], list[int]]:
-        """The pick function of greedy rows, and the list in which it leaves how many tokens each row proposes."""
-        counts = list(caps)
-        confidence_B: list[float] = [1.0] * len(caps)
+    def _whole(self, B: int) -> bool:
+        """The last round's pairs are all that is to be taken in, one round for every row, by a head that can do it without the host."""
+        return isinstance(getattr(self.state, "slots", None), DraftSlots) and self.fresh is not None and len(self.fresh[3]) == B and not any(row.pending for row in self.rows[:B])
 
-        def pick(j: int, logits_BU: Tensor) -> Tensor | None:
-            logits_BU = self._usable(logits_BU)
-            top_B, ids_B = logits_BU.max(-1)
-            if self.min_confidence > 0:
-                for b, p in enumerate((top_B.float() - logits_BU.float().logsumexp(-1)).exp().tolist()):
-                    confidence_B[b] *= p
-                    if confidence_B[b] < self.min_confidence:
-                        counts[b] = min(counts[b], j)
-                if max(counts) <= j:
-                    return None
-            return self.ids_U[ids_B]
+    def _captured(self, plan: Plan, rows: RowSampling, seeds_B: Tensor, root_B: Tensor) -> DraftTree:
+        """Take the last round's pairs in and draft, all of it one captured step (see inference/graphs.py)."""
+        assert self.graphs is not None and self.fresh is not None
+        features_BMF, tokens_BM, counts_B, counts = self.fresh
+        self.fresh = None
+        B, M, slots = len(counts), tokens_BM.shape[1], self.state.slots
+        view = self.graphs.view(max(slots.lengths[:B]) + M + MOST_NODES, slots.max_len + MOST_NODES)
+        key = (plan, B, M, view, (all(rows.greedy), any(rows.greedy)),
+               replace(rows, temperature_B=None, greedy=()))  # type: ignore[arg-type]
 
-        return pick, counts
+        def step(features_BMF: Tensor, tokens_BM: Tensor, counts_B: Tensor, root_B: Tensor, seeds_B: Tensor, temperature_B: Tensor
+                 ) -> tuple[Tensor | None, ...]:
+            slots.view = view
+            try:
+                self.head.extend(self.state, features_BMF, tokens_BM, counts_B, slice(0, B))
+                roots_B = slots.lengths_B[:B].clone()
+                tree = sprout(self._stepper(B), root_B, plan, plan.depth, replace(rows, temperature_B=temperature_B), Noise(seeds_B, roots_B), roots_B,
+                              self.vocab)
+            finally:
+                slots.view = None
+            self.forms[key] = (tree.chained, tree.widths)
+            return tree.tokens_BN, tree.parents_BN, tree.valid_BN, tree.q_BNV
 
-    def _sampled(self, rows: RowSampling, noise: Noise, root_positions_B: Tensor, q: list[Tensor]) -> Callable[[int, Tensor], Tensor]:
-        """The pick function for batches with a sampled row; appends to `q` the distributions [B, V] that the tokens were drawn from."""
-        greedy_B1 = (rows.temperature_B == 0)[:, None]
-
-        def pick(j: int, logits_BU: Tensor) -> Tensor:
-            logits_BU = self._usable(logits_BU).float()
-            logp_BU = row_log_probs(logits_BU[:, None], rows)[:, 0]
-            scores_BU = logp_BU + noise.gumbel((root_positions_B + 1 + j)[:, None], DRAFT, logits_BU.shape[-1])[:, 0]
-            ids_B = torch.where(greedy_B1, logits_BU, scores_BU).argmax(-1)
-            q_BU = torch.where(greedy_B1, torch.zeros_like(logp_BU).scatter_(1, ids_B[:, None], 1.0), logp_BU.exp())
-            q.append(q_BU.new_zeros(len(q_BU), self.vocab_size).index_copy_(1, self.ids_U, q_BU))
-            return self.ids_U[ids_B]
-
-        return pick
-
-    def _usable(self, logits_BU: Tensor) -> Tensor:
-        return logits_BU if self.padding_U is None else logits_BU.masked_fill(self.padding_U, float("-inf"))
+        inputs = (features_BMF, tokens_BM, counts_B.to(root_B.device), root_B, seeds_B, rows.temperature_B)
+        tokens_BN, parents_BN, valid_BN, q_BNV = self.graphs.run(self.state, key, step, inputs)
+        assert tokens_BN is not None and parents_BN is not None and valid_BN is not None
+        slots.lengths[:B] = [n + count for n, count in zip(slots.lengths[:B], counts, strict=True)]
+        chained, widths = self.forms[key]
+        return DraftTree(tokens_BN, parents_BN, valid_BN, q_BNV, chained=chained, widths=widths)
 
     # ---- taking in
 
