@@ -30,9 +30,10 @@ class Noise:
     seeds_B: Tensor
     rounds_B: Tensor | None = None
 
-    def uniform(self, positions_BN: Tensor, purpose: int) -> Tensor:
-        """float32 [B,N], strictly inside (0, 1)."""
-        low_BN, high_BN = self._keys(positions_BN, purpose)
+    def uniform(self, positions_BN: Tensor, purpose: int, siblings_BN: Tensor | None = None) -> Tensor:
+        """float32 [B,N], strictly inside (0, 1). siblings_BN: further keys, for candidates that are judged at the same position."""
+        # Positions fit into the low half; both halves are absorbed one after the other, and sibling 0 is "no sibling".
+        low_BN, high_BN = self._keys(positions_BN if siblings_BN is None else positions_BN + (siblings_BN << 32), purpose)
         return _unit(_mix32(_mix32(low_BN) ^ high_BN))
 
     def gumbel(self, positions_BN: Tensor, purpose: int, V: int) -> Tensor:

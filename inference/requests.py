@@ -25,11 +25,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampling:
-    """transformers' order: temperature, then top-k, then top-p. temperature 0 is greedy. top_k 0 and top_p 1 are off."""
+    """What the target samples from, in transformers' order: repetition penalty, no-repeat n-gram, minimum length (these three look at what was
+    written, so in a tree each path has its own), then temperature, top-k, top-p, min-p. temperature 0 is greedy. The defaults are off.
+
+    lossy: "typical" accepts by Medusa's typical acceptance (arXiv 2401.10774 §2.3.1) with `typical_epsilon` and `typical_alpha`: the
+    output is then *not* a draw from the target. None is lossless.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
+    lossy: str | None = None
+    typical_epsilon: float = 0.09
+    typical_alpha: float = 0.3
 
 
 @dataclass(frozen=True)
