@@ -91,24 +91,22 @@ def use_attention(config: Any, name: str | None) -> Iterator[None]:
         config._attn_implementation_internal = before
 
 
-def block_mask(starts: list[int], view: int, block_BTT: Tensor | None, tokens: int, device: torch.device) -> Tensor:
+def block_mask(start_B: Tensor, view: int, block_BTT: Tensor | None, tokens: int) -> Tensor:
     """bool [B,T,S]: each new token sees its row's committed slots (< start) and, among the T new ones, itself and its ancestors.
 
-    block_BTT bool: the ancestors inside a tree; None: causal. New token j of row b lies in slot starts[b] + j.
+    block_BTT bool: the ancestors inside a tree; None: causal. New token j of row b lies in slot start_B[b] + j.
     """
-    start_B = torch.tensor(starts, device=device)
-    offset_BS = torch.arange(view, device=device) - start_B[:, None]
+    offset_BS = torch.arange(view, device=start_B.device) - start_B[:, None]
     if block_BTT is None:
-        return offset_BS[:, None] <= torch.arange(tokens, device=device)[:, None]
+        return offset_BS[:, None] <= torch.arange(tokens, device=start_B.device)[:, None]
     inside_BTS = block_BTT.gather(2, offset_BS.clamp(0, tokens - 1)[:, None].expand(-1, tokens, -1))
     return torch.where((offset_BS < 0)[:, None], True, inside_BTS & (offset_BS < tokens)[:, None])
 
 
-def window_mask(mask_BTS: Tensor, positions_BT: Tensor, starts: list[int], window: int) -> Tensor:
+def window_mask(mask_BTS: Tensor, positions_BT: Tensor, start_B: Tensor, window: int) -> Tensor:
     """The same mask for a sliding layer: only slots whose *position* is less than `window` behind. In a tree, slot and position differ."""
     B, T, S = mask_BTS.shape
-    device = mask_BTS.device
-    position_BS = torch.arange(S, device=device).repeat(B, 1)
-    slot_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(T, device=device)
+    position_BS = torch.arange(S, device=mask_BTS.device).repeat(B, 1)
+    slot_BT = start_B[:, None] + torch.arange(T, device=mask_BTS.device)
     position_BS.scatter_(1, slot_BT, positions_BT)
     return mask_BTS & (positions_BT[:, :, None] - position_BS[:, None] < window)

@@ -46,18 +46,20 @@ class SlotCache(Cache):
         bucket = BUCKET.get(self.device.type, 64)
         return min(self.max_len, -(-used // bucket) * bucket)
 
-    def prepare(self, rows: slice, starts: list[int], tokens: int, used: int) -> None:
-        """Say where the next forward writes (slots starts[b] … starts[b]+tokens−1) and how many slots it reads."""
-        if max(starts) + tokens > self.max_len:
-            found = f"{max(starts)} cached + {tokens} new tokens"
-            raise RecipeError(f"{found} do not fit the cache of {self.max_len}: shorten the prompt or raise max_len")
+    def prepare(self, rows: slice, starts: list[int] | Tensor, tokens: int, used: int) -> None:
+        """Say where the next forward writes (slots starts[b] … starts[b]+tokens−1) and how many slots it reads. starts as a tensor: the host does
+        not look at them (a captured step), and the caller answers for their room."""
         self._rows, self._used = rows, used
-        if min(starts) == max(starts):
-            self._start, self._stop, self._slots = starts[0], starts[0] + tokens, None
-        else:
-            start_B = torch.tensor(starts, device=self.device)
-            row_B1 = torch.arange(rows.start or 0, (rows.start or 0) + len(starts), device=self.device)[:, None]
-            self._start, self._slots = None, (row_B1, start_B[:, None] + torch.arange(tokens, device=self.device))
+        if isinstance(starts, list):
+            if max(starts) + tokens > self.max_len:
+                found = f"{max(starts)} cached + {tokens} new tokens"
+                raise RecipeError(f"{found} do not fit the cache of {self.max_len}: shorten the prompt or raise max_len")
+            if min(starts) == max(starts):
+                self._start, self._stop, self._slots = starts[0], starts[0] + tokens, None
+                return
+            starts = torch.tensor(starts, device=self.device)
+        row_B1 = torch.arange(rows.start or 0, (rows.start or 0) + len(starts), device=self.device)[:, None]
+        self._start, self._slots = None, (row_B1, starts[:, None] + torch.arange(tokens, device=self.device))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by each attention layer: store [B,H,T,D], return views [B,H,S,D]."""
@@ -85,27 +87,31 @@ class SlotCache(Cache):
 
     def advance(self, rows: slice, counts: list[int]) -> None:
         """Commit the first counts[b] of the tokens that the last forward wrote behind each row."""
+        self.note(rows, counts)
+        self.lengths_B[rows] += torch.tensor(counts, device=self.device)
+
+    def note(self, rows: slice, counts: list[int]) -> None:
+        """The host's half of `advance`, where the device has committed by itself."""
         for row, count in zip(range(*rows.indices(self.batch)), counts, strict=True):
             self.lengths[row] += count
             if self.lengths[row] > self.max_len:
                 raise ValueError(f"row {row}: {self.lengths[row]} tokens committed to a cache of {self.max_len}")
-        self.lengths_B[rows] += torch.tensor(counts, device=self.device)
 
-    @torch.inference_mode()
     def commit(self, rows: slice, nodes_BM: Tensor, counts: list[int]) -> None:
         """Keep a path of the last tree: nodes_BM int64 [B,M], tree indices in path order, root included, of which counts[b] count."""
-        M = nodes_BM.shape[1]
-        paths = nodes_BM.tolist()
-        if any(path[:count] != list(range(count)) for path, count in zip(paths, counts, strict=True)):  # a chain lies in place already
-            index_M = torch.arange(M, device=self.device)
-            count_B = torch.tensor(counts, device=self.device)
-            goal_BM = self.lengths_B[rows][:, None] + index_M
-            # Columns past the count copy a slot to itself.
-            source_BM = self.lengths_B[rows][:, None] + torch.where(index_M < count_B[:, None], nodes_BM.to(self.device), index_M)
-            row_B1 = torch.arange(*rows.indices(self.batch), device=self.device)[:, None]
-            for buffer in (*self.keys, *self.values):
-                buffer[row_B1, :, goal_BM] = buffer[row_B1, :, source_BM]
+        self.compact(rows, nodes_BM.to(self.device), torch.tensor(counts, device=self.device))
         self.advance(rows, counts)
+
+    @torch.inference_mode()
+    def compact(self, rows: slice, nodes_BM: Tensor, count_B: Tensor) -> None:
+        """Move the path's tokens to the slots right behind the committed ones, without committing them. The host is not asked."""
+        index_M = torch.arange(nodes_BM.shape[1], device=self.device)
+        goal_BM = self.lengths_B[rows][:, None] + index_M
+        # Columns past the count copy a slot to itself.
+        source_BM = self.lengths_B[rows][:, None] + torch.where(index_M < count_B[:, None], nodes_BM, index_M)
+        row_B1 = torch.arange(*rows.indices(self.batch), device=self.device)[:, None]
+        for buffer in (*self.keys, *self.values):
+            buffer[row_B1, :, goal_BM] = buffer[row_B1, :, source_BM]
 
     @torch.inference_mode()
     def move(self, source: int, to: int) -> None:

@@ -24,12 +24,15 @@ from torch import Tensor
 from draftheads.heads.tree import DraftTree
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.noise import Noise
-from draftheads.inference.outcome import Columns, Kept, read
+from draftheads.inference.graphs import BUCKET
+from draftheads.inference.outcome import Columns, pack, read
+from draftheads.inference.processors import History, wanted as wanted_history
 from draftheads.inference.requests import Completion, Limits, Request, Round, RoundStat, Sampling
 from draftheads.inference.rows import Row, StopStrings, longest, refusal, row_limit
-from draftheads.inference.sampling import RowSampling, surprise
+from draftheads.inference.sampling import RowSampling, check, surprise
+from draftheads.inference.step import Step
 from draftheads.inference.target import Target
-from draftheads.inference.verify import Verdict, verify
+from draftheads.inference.verify import verify
 from draftheads.recipes.schema import RecipeError
 
 # Slots kept free behind max_len: a row near its end writes its neighbours' tree width too, and no row can draft past its own room.
@@ -51,15 +54,17 @@ def decode(
     capture_taps: tuple[int | str, ...] | None = None,
     certificate: bool = False,
     timed: bool = False,
+    graphs: bool | None = None,
 ) -> Iterator[Round]:
     """Yield a Round after every prefill and every round; finished rows come as Completions in `Round.finished`, in the order they end.
 
     requests is read lazily, one row ahead of nothing. A request that cannot be served (empty, too long) ends with finish_reason "error"
     and its reason, before any work for it. capture_taps: record target states (Captured) with these taps, () for none but the final
     state. certificate: sum log p, entropy and variance of the emitted tokens. timed: synchronise CUDA around the phases, so that t_draft
-    and t_verify are true (t_total always is).
+    and t_verify are true (t_total always is). graphs: run rounds as captured CUDA graphs; None: on CUDA (target.graphs.status says what came of it).
     """
-    yield from _Loop(target, drafter, iter(requests), sampling, limits, batch_size, plan, capture_taps, certificate, timed).run()
+    yield from _Loop(target, drafter, iter(requests), sampling, limits, batch_size, plan, capture_taps, certificate, timed,
+                     graphs).run()
 
 
 def complete(
@@ -82,11 +87,10 @@ class _Loop:
     """The state of one decode() call. rows[b] lives in slot b."""
 
     def __init__(self, target: Target, drafter: Drafter, queue: Iterator[Request], sampling: Sampling, limits: Limits, batch_size: int,
-                 plan: Plan, capture_taps: tuple[int | str, ...] | None, certificate: bool, timed: bool) -> None:
+                 plan: Plan, capture_taps: tuple[int | str, ...] | None, certificate: bool, timed: bool, graphs: bool | None) -> None:
         if batch_size < 1:
             raise RecipeError(f"batch_size is {batch_size}, it must be at least 1")
-        if not (sampling.temperature >= 0 and sampling.top_k >= 0 and 0 < sampling.top_p <= 1):
-            raise RecipeError(f"{sampling}: temperature and top_k must be at least 0, top_p above 0 and at most 1")
+        check(sampling)
         self.target, self.drafter, self.queue, self.sampling, self.limits, self.plan = target, drafter, queue, sampling, limits, plan
         self.batch_size, self.certificate, self.device = batch_size, certificate, target.device
         self.clock = _Clock(timed and self.device.type == "cuda")
@@ -99,9 +103,19 @@ class _Loop:
         self.stops = StopStrings(limits.stop_strings, self._text) if limits.stop_strings else None
         self.rows: list[Row] = []
         self.refused: list[Completion] = []  # reported with the next Round
-        self.spare = max(WIDEST, plan.gamma + 1)
+        self.spare = max(WIDEST, plan.drafts + 1)
         length = longest(target, limits) + self.spare
-        self.cache = target.new_cache(batch_size, length)
+        graphed = target.device.type == "cuda" if graphs is None else graphs
+        if graphed:  # graphs hold addresses: buffers are lent by the target, for all calls of about this size
+            length = -(-length // BUCKET) * BUCKET
+            self.cache = target.graphs.keep(target, (batch_size, length), lambda: target.new_cache(batch_size, length))
+            for b in range(batch_size):
+                self.cache.clear(b)
+        else:
+            self.cache = target.new_cache(batch_size, length)
+        self.history = History(batch_size, length, target.geometry.vocab_size, self.eos_ids, sampling, self.device) if wanted_history(sampling) else None
+        self.step = Step(target, self.cache, self.taps, history=self.history, states=self.capture, logp=certificate, graphs=graphed)
+        drafter.lend(target.graphs if graphed else None)
         drafter.reset(batch_size, length, self.device)
 
     def run(self) -> Iterator[Round]:
@@ -165,6 +179,8 @@ class _Loop:
         else:
             self.cache.move(last, b)
             self.drafter.move(last, b)
+            if self.history is not None:
+                self.history.move(last, b)
             self.rows[b] = self.rows[last]
         self.rows.pop()
         self._rows_changed()
@@ -190,9 +206,15 @@ class _Loop:
         logits_B1V = self.target.logits(final_BTD[torch.arange(len(lengths), device=self.device), last_B][:, None])
         tree = DraftTree.chain(ids_BT.gather(1, last_B[:, None])[:, 0], ids_BT[:, :0])
         seeds_B, sampling = self._per_row(requests)
+        if self.history is not None:
+            for i in range(len(requests)):
+                self.history.start(slots.start + i, ids_BT[i, : lengths[i]])
+            logits_B1V = self.history.process(logits_B1V, tree, slots)
         verdict = verify(tree, logits_B1V, sampling, Noise(seeds_B, last_B), last_B)
-        outcomes = read(tree, verdict)
-        certificates = self._certificates(verdict, sampling, verdict.path_BM, verdict.next_B[:, None])
+        outcomes = read(pack(tree, verdict))
+        if self.history is not None:
+            self.history.extend(verdict.next_B[:, None], torch.ones_like(last_B), slots)
+        certificates = self._certificates(verdict.logp_BNV, sampling, verdict.next_B[:, None])
         verified = self.clock()
         result = Round({}, {}, self._drain(), width=0, t_verify=verified - start)
         features_TF: Tensor | None
@@ -226,27 +248,21 @@ class _Loop:
     def _round(self) -> Round:
         start = self.clock()
         slots = slice(0, len(self.rows))
-        positions_B = self.cache.lengths_B[slots].clone()
-        noise = Noise(self.seeds_B, positions_B)
-        tree = self._propose(noise)
+        tree = self._propose(Noise(self.seeds_B, self.cache.lengths_B[slots].clone()))
         proposed = self.clock()
-        final_BND, features_BNF = self.target.extend(self.cache, slots, tree.tokens_BN, tree=tree if tree.width > 1 else None, taps=self.taps)
-        logits_BNV = self.target.logits(final_BND)
-        verdict = verify(tree, logits_BNV, self.row_sampling, noise, positions_B)
-        outcomes = read(tree, verdict)
+        stepped = self.step(slots, tree, self.seeds_B, self.row_sampling)
         verified = self.clock()
-        kept = Kept(tree, verdict, outcomes)
-        if kept.in_place:
-            self.cache.advance(slots, kept.counts)
-        else:
-            self.cache.commit(slots, kept.path_BM, kept.counts)
-        kept_BMF = None if features_BNF is None else kept.along(features_BNF)
-        self.drafter.observe(kept.tokens_BM, verdict.counts_B + 1, self.drafter_columns.of(kept_BMF))
-        if self.capture:
-            self._record(kept, self.capture_columns.of(kept_BMF), final_BND, logits_BNV)
-        certificates = self._certificates(verdict, self.row_sampling, kept.path_BM, kept.tokens_BM)
+        counts = stepped.counts
+        self.drafter.observe(stepped.tokens_BM, torch.tensor(counts), self.drafter_columns.of(stepped.features_BMF))
+        if self.history is not None:
+            self.history.extend(stepped.tokens_BM.to(self.device), torch.tensor(counts, device=self.device))
+        certificates = self._certificates(stepped.logp_BMV, self.row_sampling, stepped.tokens_BM)
         result = Round({}, {}, self._drain(), width=tree.width, t_draft=proposed - start, t_verify=verified - proposed)
-        for b, (row, outcome) in enumerate(zip(self.rows, outcomes, strict=True)):
+        captured_BMF = self.capture_columns.of(stepped.features_BMF)
+        for b, (row, outcome) in enumerate(zip(self.rows, stepped.outcomes, strict=True)):
+            if stepped.final_BMD is not None and stepped.lse_BM is not None:
+                n = outcome.accepted + 1
+                row.chunks.append((None if captured_BMF is None else captured_BMF[b, :n], stepped.final_BMD[b, :n], stepped.lse_BM[b, :n]))
             block = row.add(outcome.tokens, self.eos_ids, self.stops)
             source = "none" if outcome.nodes == 0 else tree.source_B[b] if tree.source_B is not None else self.drafter.name
             row.rounds.append(RoundStat(outcome.drafted, outcome.nodes, outcome.accepted, len(block), source))
@@ -271,17 +287,11 @@ class _Loop:
             raise RecipeError(f"drafter {self.drafter.name} proposed {tree.width} nodes, but the cache has room for {self.spare}: lower gamma")
         return tree
 
-    def _record(self, kept: Kept, features_BMF: Tensor | None, final_BND: Tensor, logits_BNV: Tensor) -> None:
-        final_BMD, lse_BM = kept.along(final_BND), kept.along(logits_BNV.logsumexp(-1))
-        for b, (row, count) in enumerate(zip(self.rows, kept.counts, strict=True)):
-            row.chunks.append((None if features_BMF is None else features_BMF[b, :count], final_BMD[b, :count], lse_BM[b, :count]))
-
-    def _certificates(self, verdict: Verdict, sampling: RowSampling, path_BM: Tensor, tokens_BM: Tensor) -> list[list[list[float]]] | None:
+    def _certificates(self, logp_BMV: Tensor | None, sampling: RowSampling, tokens_BM: Tensor) -> list[list[list[float]]] | None:
         """Per row and emitted token: log p, entropy, variance. Greedy rows have p = 1: zeros."""
-        if not self.certificate or verdict.logp_BNV is None:
+        if not self.certificate or logp_BMV is None:
             return None
-        logp_BMV = verdict.logp_BNV.gather(1, path_BM[..., None].expand(-1, -1, verdict.logp_BNV.shape[-1]))
-        found_BM3 = surprise(logp_BMV, tokens_BM).masked_fill((sampling.temperature_B == 0)[:, None, None], 0)
+        found_BM3 = surprise(logp_BMV, tokens_BM.to(self.device)).masked_fill((sampling.temperature_B == 0)[:, None, None], 0)
         return found_BM3.tolist()
 
     def _text(self, tokens: list[int]) -> str:

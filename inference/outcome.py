@@ -25,44 +25,46 @@ class RowOutcome:
     in_place: bool = True
 
 
-def read(tree: DraftTree, verdict: Verdict) -> list[RowOutcome]:
-    """The round's one look at the device."""
+def pack(tree: DraftTree, verdict: Verdict) -> Tensor:
+    """int64 [B, few]: all that the host wants to know of a round, in one small tensor."""
     if tree.width == 1:
-        return [RowOutcome(0, 0, 0, [token]) for token in verdict.next_B.tolist()]
-    N = tree.width
+        return verdict.next_B[:, None]
     few = [verdict.counts_B, verdict.drafted_B, tree.valid_BN.sum(-1) - 1, verdict.next_B]
-    small = torch.cat([torch.stack(few, 1), verdict.path_BM, tree.tokens_BN.gather(1, verdict.path_BM)], 1)
+    return torch.cat([torch.stack(few, 1), verdict.path_BM, tree.tokens_BN.gather(1, verdict.path_BM)], 1)
+
+
+def read(packed_BX: Tensor) -> list[RowOutcome]:
+    """The round's one look at the device."""
+    if packed_BX.shape[1] == 1:
+        return [RowOutcome(0, 0, 0, [token]) for (token,) in packed_BX.tolist()]
+    N = (packed_BX.shape[1] - 4) // 2
     outcomes = []
-    for accepted, drafted, nodes, bonus, *rest in small.tolist():
+    for accepted, drafted, nodes, bonus, *rest in packed_BX.tolist():
         path, tokens = rest[: accepted + 1], rest[N : N + accepted + 1]
         outcomes.append(RowOutcome(accepted, drafted, nodes, [*tokens[1:], bonus], path == list(range(accepted + 1))))
     return outcomes
 
 
 class Kept:
-    """The first M nodes of each row's accepted path (columns past the row's own count are garbage)."""
+    """The first M nodes of each row's accepted path (columns past the row's own count are garbage). tokens_BM int64 on the *CPU*: per row its
+    accepted drafts, then the bonus token."""
 
-    def __init__(self, tree: DraftTree, verdict: Verdict, outcomes: list[RowOutcome]) -> None:
+    def __init__(self, path_BM: Tensor, outcomes: list[RowOutcome]) -> None:
         self.counts = [o.accepted + 1 for o in outcomes]
         self.M = max(self.counts)
         self.in_place = all(o.in_place for o in outcomes)
-        self.path_BM = verdict.path_BM[:, : self.M]
-        self.tokens_BM = self._tokens(tree, verdict)
+        self.path_BM = path_BM[:, : self.M]
+        self.tokens_BM = torch.tensor([o.tokens + [0] * (self.M - len(o.tokens)) for o in outcomes])
 
     def along(self, value_BNX: Tensor) -> Tensor:
         """[B,N,…] → [B,M,…]."""
-        if self.in_place:
-            return value_BNX[:, : self.M]
-        index_BM = self.path_BM.reshape(*self.path_BM.shape, *[1] * (value_BNX.dim() - 2))
-        return value_BNX.gather(1, index_BM.expand(-1, -1, *value_BNX.shape[2:]))
+        return value_BNX[:, : self.M] if self.in_place else along(value_BNX, self.path_BM)
 
-    def _tokens(self, tree: DraftTree, verdict: Verdict) -> Tensor:
-        """int64 [B,M]: per row its accepted drafts, then the bonus token."""
-        if self.M == 1:
-            return verdict.next_B[:, None]
-        path_BM = verdict.path_BM[:, 1 : self.M]
-        tokens_BM = torch.cat([tree.tokens_BN.gather(1, path_BM), verdict.next_B[:, None]], 1)
-        return tokens_BM.scatter(1, verdict.counts_B[:, None], verdict.next_B[:, None])
+
+def along(value_BNX: Tensor, path_BM: Tensor) -> Tensor:
+    """[B,N,…] → [B,M,…]: the values at the nodes of each row's path."""
+    index_BM = path_BM.reshape(*path_BM.shape, *[1] * (value_BNX.dim() - 2))
+    return value_BNX.gather(1, index_BM.expand(-1, -1, *value_BNX.shape[2:]))
 
 
 class Columns:

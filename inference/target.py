@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from draftheads.heads.tree import DraftTree
 from draftheads.inference import attention, sources
 from draftheads.inference.cache import SlotCache
+from draftheads.inference.graphs import Graphs
 from draftheads.inference.packed import can_pack, pack_linears
 from draftheads.inference.taps import Tapped, Taps
 from draftheads.recipes.schema import Geometry, RecipeError
@@ -30,7 +31,7 @@ class Target:
 
     embed_VD, lm_head_VD: the original (unpacked) weights; lm_head's rows may exceed the tokenizer's ids.
     finish_logits: what the family does after lm_head (softcap, scale), elementwise: for callers that need only some of its rows.
-    eos_ids: every id that ends an answer. template_hash: of chat template and special tokens, 16 hex digits.
+    graphs: its captured steps (CUDA only). eos_ids: every id that ends an answer. template_hash: of chat template and special tokens, 16 hex digits.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None, packed: bool) -> None:
@@ -52,6 +53,7 @@ class Target:
         self._attention, self._eager = _attention_kind(model, self.config)
         self._groups = self.geometry.num_heads // self.geometry.num_kv_heads
         self._layer_types, self._window = _layer_types(self.config)
+        self.graphs = Graphs(self.device)
         self.finish_logits = _self_check(self)
         self.packed = packed
         if packed:
@@ -105,38 +107,46 @@ class Target:
         return SlotCache(batch, max_len, self.device)
 
     def extend(
-        self, cache: SlotCache, rows: slice, ids_BT: Tensor, *, tree: DraftTree | None = None, taps: Taps = ()
+        self, cache: SlotCache, rows: slice, ids_BT: Tensor, *, tree: DraftTree | None = None, taps: Taps = (), view: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Feed T new tokens a row at slots lengths[b] … lengths[b]+T−1; nothing is committed. -> final_BTD, features_BTF (None without taps).
 
         tree None: causal. Otherwise ids_BT are the tree's tokens: position = length + depth, and a node sees its ancestors only.
         Right padding is allowed: the padded tokens' results are garbage, and so is what they wrote behind the tokens that are committed.
+        view: read that many slots and go by the device's lengths alone, so that the same operations serve every round (a captured step).
         """
         T = ids_BT.shape[1]
+        start_B = cache.lengths_B[rows]
         starts = cache.lengths[rows]
-        start_B1 = cache.lengths_B[rows, None]
-        equal, used = min(starts) == max(starts), max(starts) + T
-        if tree is not None and T > 1 and not _is_chain(tree):
+        if tree is not None and T > 1 and not (tree.chained if view is not None else _is_chain(tree)):
             block_BTT = tree.ancestors_BNN()
-            positions_BT = start_B1 + block_BTT.sum(-1) - 1
+            positions_BT = start_B[:, None] + block_BTT.sum(-1) - 1
         else:
             block_BTT = None
-            positions_BT = start_B1 + torch.arange(T, device=self.device)
+            positions_BT = start_B[:, None] + torch.arange(T, device=self.device)
+        if view is not None:
+            return self.forward(ids_BT, positions_BT, attention.block_mask(start_B, view, block_BTT, T), cache, rows, start_B, taps)
+        equal, used = min(starts) == max(starts), max(starts) + T
         plain = equal and block_BTT is None and (T == 1 or starts[0] == 0) and (self._window is None or used <= self._window)
         mask_BTS = None
         if not plain or self._attention != attention.NAME:
-            mask_BTS = attention.block_mask(starts, cache.view(used), block_BTT, T, self.device)
+            mask_BTS = attention.block_mask(start_B, cache.view(used), block_BTT, T)
         return self.forward(ids_BT, positions_BT, mask_BTS, cache, rows, starts, taps)
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTS: Tensor | None, cache: SlotCache, rows: slice, starts: list[int], taps: Taps = ()
+        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTS: Tensor | None, cache: SlotCache, rows: slice, starts: list[int] | Tensor, taps: Taps = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Low level: write the tokens at slots starts[b] …, attend by mask_BTS (bool; S slots are read), window added for sliding layers.
 
-        mask_BTS None: one token that sees every slot before it, or plain causal attention from slot 0 (equal rows only).
+        mask_BTS None: one token that sees every slot before it, or plain causal attention from slot 0 (equal rows only). starts as a tensor:
+        the host does not look at them.
         """
         T = ids_BT.shape[1]
-        cache.prepare(rows, starts, T, starts[0] + T if mask_BTS is None else mask_BTS.shape[2])
+        if mask_BTS is None:
+            assert isinstance(starts, list)
+            cache.prepare(rows, starts, T, starts[0] + T)
+        else:
+            cache.prepare(rows, starts, T, mask_BTS.shape[2])
         named: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         with torch.inference_mode(), attention.use_attention(self.config, self._attention), Tapped(self._layers, taps) as tapped:
             mask = self._masks(mask_BTS, positions_BT, starts)
@@ -151,13 +161,14 @@ class Target:
         with torch.no_grad():
             return self.finish_logits(self.lm_head(final).float())
 
-    def _masks(self, mask_BTS: Tensor | None, positions_BT: Tensor, starts: list[int]) -> Any:
+    def _masks(self, mask_BTS: Tensor | None, positions_BT: Tensor, starts: list[int] | Tensor) -> Any:
         """What the family's decoder takes as attention_mask: one 4D mask, or a dict by layer type where layers differ."""
         by_type: dict[str, Tensor | None] = {}
         for kind in self._layer_types:
             mask = mask_BTS
             if mask is not None and kind == "sliding_attention" and self._window is not None:
-                mask = attention.window_mask(mask, positions_BT, starts, self._window)
+                start_B = torch.tensor(starts, device=self.device) if isinstance(starts, list) else starts
+                mask = attention.window_mask(mask, positions_BT, start_B, self._window)
             if mask is not None:
                 if self._attention == attention.NAME:
                     mask = attention.fold_mask(mask, self._groups, self.dtype)
@@ -169,6 +180,8 @@ class Target:
 
 def _is_chain(tree: DraftTree) -> bool:
     """Chains are by far the most frequent trees, and need no ancestor matrix."""
+    if tree.chained:
+        return True
     N = tree.width
     return bool((tree.parents_BN == torch.arange(-1, N - 1, device=tree.parents_BN.device)).all())
 

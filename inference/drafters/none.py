@@ -30,8 +30,8 @@ class NoDrafter(Drafter):
 
     def observe(self, tokens_BM: Tensor, counts_B: Tensor, features_BMF: Tensor | None) -> None:
         B, M = tokens_BM.shape
-        self.root_B[:B] = tokens_BM[:, 0] if M == 1 else tokens_BM.gather(1, counts_B[:, None] - 1)[:, 0]
+        self.root_B[:B] = tokens_BM[:, 0] if M == 1 else tokens_BM.gather(1, counts_B[:, None] - 1)[:, 0]  # from the CPU, if need be
 
     def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:
         B = len(noise.seeds_B)
-        return DraftTree(self.root_B[:B, None], self.parents_B1[:B], self.valid_B1[:B])
+        return DraftTree(self.root_B[:B, None], self.parents_B1[:B], self.valid_B1[:B], chained=True)

@@ -1,0 +1,116 @@
+"""A round's step functions as CUDA graphs: captured once per shape, then replayed with one launch instead of hundreds.
+
+    run(key, step, inputs) ─► first time: eager (warms up the kernels) ─► second: capture, replay ─► from then on: copy the inputs in, replay
+
+A step may be captured if everything that changes from round to round comes in as a tensor or lives in a static buffer (key/value slots, their
+lengths on the device), and nothing is asked of the device. `key` is all the rest: shapes, slots read, which rows are greedy. Capturing executes
+nothing, so that a step with side effects (it commits tokens) happens exactly once a round, captured or not.
+
+If a capture fails, everything is eager from then on, with one warning; `status` says why, and reports print it. Without a GPU there is nothing
+to capture: decoding runs the eager path, and the tests replay a traced copy of these very steps (same rules, on a CPU).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+# A step takes tensors (or None) and returns a tuple of them.
+Step = Callable[..., tuple[Tensor | None, ...]]
+# Slots that attention reads are rounded up to this: a new graph every so many tokens, and masked slots cost little beside the weights.
+BUCKET = 512
+# Verify widths: drafters that look things up propose another number of tokens each round, and every width is a graph of its own.
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 257)
+# Buffers (caches of one batch size and length) that an owner may have at a time.
+KEPT = 4
+
+
+@dataclass
+class Captured:
+    """inputs: the static tensors that a replay reads; outputs: those that it writes, valid until the next replay of the same key."""
+
+    replay: Callable[[], Any]
+    inputs: tuple[Tensor | None, ...]
+    outputs: tuple[Tensor | None, ...]
+
+
+@dataclass
+class _Owned:
+    """What belongs to one owner, and goes with it."""
+
+    kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    captured: dict[Hashable, Captured | None] = field(default_factory=dict)  # None: has run once, eagerly
+
+
+class Graphs:
+    """The captured steps of one target. `keep` lends buffers that outlive a decode() call, because the graphs hold their addresses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.failure: str | None = None
+        self._owned: WeakKeyDictionary[Any, _Owned] = WeakKeyDictionary()
+        self._pool: Any = None
+
+    @property
+    def status(self) -> str:
+        """One line for reports."""
+        if self.failure is not None:
+            return f"eager: capturing failed ({self.failure})"
+        return f"CUDA graphs: {sum(c is not None for owned in self._owned.values() for c in owned.captured.values())} captured"
+
+    def view(self, used: int, most: int) -> int:
+        """How many slots to read when `used` are in use."""
+        return min(most, -(-used // BUCKET) * BUCKET)
+
+    def width(self, nodes: int) -> int:
+        """How many nodes a tree of so many is padded to."""
+        return next((w for w in WIDTHS if w >= nodes), nodes)
+
+    def keep(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The owner's buffer of this key, made at the first call. An owner has at most KEPT of them; the least recently used goes, with its graphs."""
+        kept = self._owned.setdefault(owner, _Owned()).kept
+        if key not in kept:
+            kept[key] = make()
+        kept.move_to_end(key)
+        if len(kept) > KEPT:
+            kept.popitem(last=False)
+        return kept[key]
+
+    def run(self, buffer: Any, key: Hashable, step: Step, inputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """step(*inputs), captured if possible. buffer: the static buffers that the step works on; its graphs live as long as it does. The results
+        must be used, or copied, before the next run of the same key."""
+        captured_by_key = self._owned.setdefault(buffer, _Owned()).captured
+        if self.failure is not None or key not in captured_by_key:
+            captured_by_key.setdefault(key, None)
+            return step(*inputs)
+        captured = captured_by_key[key]
+        if captured is None:
+            try:
+                captured = captured_by_key[key] = self.capture(step, inputs)
+            except Exception as error:  # whatever the driver, torch or the model's code objects to: the eager path is always right
+                self.failure = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                warnings.warn(f"CUDA graphs are off, decoding goes on eagerly: {self.failure}", stacklevel=2)
+                return step(*inputs)
+        for static, given in zip(captured.inputs, inputs, strict=True):
+            if static is not None and given is not None and static is not given:
+                static.copy_(given)
+        captured.replay()
+        return captured.outputs
+
+    def capture(self, step: Step, inputs: Sequence[Tensor | None]) -> Captured:
+        """Record one execution of the step on copies of its inputs, without executing it."""
+        static = tuple(None if t is None else t.clone() for t in inputs)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = step(*static)
+        return Captured(graph.replay, static, outputs)
