@@ -25,7 +25,7 @@ from draftheads.inference.cache import SlotCache
 from draftheads.inference.decode import complete, decode
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.drafters.composite import Composite
-from draftheads.inference.drafters.ngram import NgramDrafter, NgramIndex
+from draftheads.inference.drafters.ngram import NgramDrafter
 from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.requests import Completion, Limits, Request, Sampling
 from draftheads.inference.target import Target
@@ -291,7 +291,7 @@ def test_bad_calls_are_refused() -> None:
         complete(target(), NoDrafter(), [Request("a", prompt(3)), Request("a", prompt(4))], limits=Limits(2, 32))
     with pytest.raises(RecipeError, match="batch_size"):
         list(decode(target(), NoDrafter(), [], batch_size=0))
-    with pytest.raises(RecipeError, match="min_match"):
+    with pytest.raises(RecipeError, match="prompt_lookup_min"):
         NgramDrafter(3, 2)
 
 
@@ -427,65 +427,3 @@ def test_captured_states_are_those_of_a_teacher_forced_pass(stub: str) -> None:
         torch.testing.assert_close(got.lse_T, out.logits[0].logsumexp(-1), atol=2e-4, rtol=1e-4)
     bare = complete(target(), NoDrafter(), asked[:1], limits=Limits(4, 64), capture_taps=())[0].captured
     assert bare is not None and bare.features_TF.shape[1] == 0 and bare.final_TD.shape[1] == 64
-
-
-# ---- n-gram and composite
-
-
-def slow_ngram(tokens: list[int], low: int, high: int, length: int) -> list[int]:
-    """The definition, by scanning: longest suffix first, latest earlier occurrence, copying into the draft itself."""
-    for n in range(high, low - 1, -1):
-        for end in range(len(tokens) - 1, n - 1, -1):
-            if len(tokens) > n and tokens[end - n : end] == tokens[-n:]:
-                grown = list(tokens)
-                for _ in range(length):
-                    grown.append(grown[end + len(grown) - len(tokens)])
-                return grown[len(tokens) :]
-    return []
-
-
-@settings(max_examples=150, deadline=None)
-@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=40), steps=st.lists(st.integers(0, 5), max_size=6), low=st.integers(1, 3),
-       extra=st.integers(0, 3), length=st.integers(0, 8))
-def test_the_incremental_index_equals_a_scan(tokens: list[int], steps: list[int], low: int, extra: int, length: int) -> None:
-    seed = len(tokens)
-    index = NgramIndex(list(tokens), low, low + extra)
-    text = list(tokens)
-    assert index.draft(length) == slow_ngram(text, low, low + extra, length)
-    for step in steps:
-        new = [(seed * 5 + i * 3) % 4 for i in range(step)]
-        index.extend(list(new))
-        text += new
-        assert index.draft(length) == slow_ngram(text, low, low + extra, length)
-
-
-def test_a_loop_is_copied_to_the_full_length() -> None:
-    assert NgramIndex([9, 1, 2, 1, 2], 2, 4).draft(5) == [1, 2, 1, 2, 1]
-    assert NgramIndex([9, 1, 2, 3], 1, 4).draft(5) == []
-
-
-def test_composite_asks_the_second_only_for_rows_the_first_leaves() -> None:
-    asked = [Request("copies", (10, 11, 12, 13) * 4), Request("writes", prompt(9))]
-    answers = {r.prompt_ids: plain("llama", r.prompt_ids) for r in asked}
-
-    class OnlyCopies(Replay):
-        name = "first"
-
-        def _chain(self, ids: tuple[int, ...], length: int) -> list[int]:
-            return super()._chain(ids, length)[:2] if ids[0] == 10 else []
-
-    for batch_size in (1, 2):
-        first, second = OnlyCopies(answers), Replay(answers, WRONG["half right"], "tree", taps=(1,))
-        found = complete(target(), Composite(first, second), asked, limits=Limits(20, 128, ignore_eos=True), batch_size=batch_size)
-        assert [c.tokens for c in found] == [answers[r.prompt_ids][:20] for r in asked]
-        for done, source in zip(found, ("first", "replay"), strict=True):
-            assert all(r.source == source for r in done.rounds[:-1]) and done.rounds[-1].source in (source, "none")
-        assert second.seen[asked[0].prompt_ids][:20] == found[0].tokens  # an idle drafter sees every token
-        assert second.asked < first.asked if batch_size == 1 else second.asked > 0
-        assert all(r.drafted in (0, 1, 2) for r in found[0].rounds)
-
-
-def test_composite_wants_one_set_of_taps() -> None:
-    with pytest.raises(ValueError, match="different taps"):
-        Composite(Replay({}, taps=(1,)), Replay({}, taps=(2,)))
-    assert Composite(NgramDrafter(), Replay({}, taps=(2,))).taps == (2,)

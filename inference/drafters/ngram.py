@@ -1,8 +1,8 @@
 """Prompt lookup: if the last n tokens occurred before in prompt + output, propose what followed them then. No training, no device work.
 
-Longest match first (max_match … min_match), and among equally long ones the most recent; engines take the first. Measured on 266 answers
-of SmolLM2-135M-Instruct (γ = 8, max_match 5): τ 1.84 against 1.83 with min_match 2, 2.03 against 1.97 with 1. A copy that reaches the end
-of the text goes on into its own draft, so a loop of any period is continued to the full length.
+Longest match first (prompt_lookup_max … prompt_lookup_min, vLLM's names), and among equally long ones the most recent; engines take the
+first. Measured on 266 answers of SmolLM2-135M-Instruct (γ = 8, prompt_lookup_max 5): τ 1.84 against 1.83 with prompt_lookup_min 2, 2.03
+against 1.97 with 1. A copy that reaches the end of the text goes on into its own draft, so a loop of any period is continued to the full length.
 
 Each row keeps a dict from n-gram to the index after its latest occurrence, extended by the new tokens only: O(1) a token, not a scan.
 """
@@ -23,9 +23,9 @@ from draftheads.recipes.schema import RecipeError
 class NgramIndex:
     """One row's tokens and where each of their n-grams was last followed by something."""
 
-    def __init__(self, tokens: list[int], min_match: int, max_match: int) -> None:
+    def __init__(self, tokens: list[int], prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self.tokens = tokens
-        self.sizes = range(min_match, max_match + 1)
+        self.sizes = range(prompt_lookup_min, prompt_lookup_max + 1)
         self.after: dict[tuple[int, ...], int] = {}
         self.indexed = 0  # n-grams that end before this index are in `after`
 
@@ -58,22 +58,23 @@ class NgramIndex:
 
 
 class NgramDrafter(Drafter):
-    """min_match: shortest suffix that may be looked up (higher = fewer, better drafts; in a composite the rest goes to the head).
+    """prompt_lookup_min: shortest suffix that may be looked up (higher = fewer, better drafts; in a composite the rest goes to the head).
+    prompt_lookup_max: longest one.
     gamma: tokens copied per round; None takes the plan's."""
 
     name = "ngram"
 
-    def __init__(self, min_match: int = 2, max_match: int = 5, gamma: int | None = None) -> None:
-        if not 1 <= min_match <= max_match:
-            raise RecipeError(f"ngram: min_match {min_match} must be at least 1 and at most max_match {max_match}")
-        self.min_match, self.max_match, self.gamma = min_match, max_match, gamma
+    def __init__(self, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5, gamma: int | None = None) -> None:
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise RecipeError(f"ngram: prompt_lookup_min {prompt_lookup_min} must be at least 1 and at most prompt_lookup_max {prompt_lookup_max}")
+        self.prompt_lookup_min, self.prompt_lookup_max, self.gamma = prompt_lookup_min, prompt_lookup_max, gamma
 
     def reset(self, batch: int, max_len: int, device: torch.device) -> None:
         self.rows: list[NgramIndex | None] = [None] * batch
         self.device = device
 
     def start(self, row: int, prompt_T: Tensor, root: int, features_TF: Tensor | None) -> None:
-        self.rows[row] = NgramIndex([*prompt_T.tolist(), root], self.min_match, self.max_match)
+        self.rows[row] = NgramIndex([*prompt_T.tolist(), root], self.prompt_lookup_min, self.prompt_lookup_max)
 
     def move(self, source: int, to: int) -> None:
         self.rows[to] = self.rows[source]
@@ -84,7 +85,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:
         B = len(noise.seeds_B)
-        gamma = plan.gamma if self.gamma is None else self.gamma
+        gamma = plan.depth if self.gamma is None else self.gamma
         drafts = [self._row(b).draft(min(gamma, plan.room_B[b]) if plan.room_B is not None else gamma) for b in range(B)]
         widest = max(map(len, drafts))
         root_B = torch.tensor([self._row(b).tokens[-1] for b in range(B)], device=self.device)
