@@ -115,6 +115,8 @@ def refusal(request: Request, target: Target, limits: Limits) -> str | None:
     if length >= room:
         return (f"request {request.id}: its prompt has {length} tokens, which leaves no room for an answer: max_len is {limits.max_len} and "
                 f"{target.name} has {target.geometry.max_positions} positions; shorten the prompt or raise max_len")
+    if request.temperature is not None and not 0 <= request.temperature < float("inf"):
+        return f"request {request.id}: temperature {request.temperature}; it must be a number, at least 0"
     if _max_new(request, limits) < 1:
         return f"request {request.id}: max_new_tokens is {_max_new(request, limits)}, it must be at least 1"
     return None

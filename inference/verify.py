@@ -126,7 +126,8 @@ def _path_to(tree: DraftTree, leaf_B: Tensor, next_B: Tensor, ancestors_BNN: Ten
 def _judge_drawn(tree: DraftTree, logp_BNV: Tensor, noise: Noise, positions_B: Tensor, ancestors_BNN: Tensor) -> Verdict:
     """Block verification for chains, recursive rejection for trees; both where the host cannot know which of them a row is (composites)."""
     p_BNV, index_N = logp_BNV.exp(), torch.arange(tree.width, device=positions_B.device)
-    chain_B = (~tree.valid_BN | (tree.parents_BN == index_N - 1)).all(-1)
+    # By its parents alone: a bushy tree whose siblings happen to be invalid is judged as it would be beside other rows.
+    chain_B = (tree.parents_BN == index_N - 1).all(-1)
     chains = _all_or_none(tree, chain_B)
     if chains is not False:
         counts_B, next_B = block_verify(tree, p_BNV, noise, positions_B)

@@ -23,7 +23,8 @@ from draftheads.inference.graphs import Graphs
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Sampling
 from draftheads.inference.sampling import RowSampling
-from draftheads.inference.shapes import Shape
+from draftheads.inference.shapes import MOST_NODES, Shape
+from draftheads.recipes.schema import RecipeError
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Plan:
     gamma: int = 4
     room_B: tuple[int, ...] | None = None
     tree: Shape | None = None
+
+    def __post_init__(self) -> None:
+        if self.gamma > MOST_NODES:
+            raise RecipeError(f"gamma {self.gamma}: a draft has at most {MOST_NODES} tokens")
 
     @property
     def depth(self) -> int:

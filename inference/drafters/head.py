@@ -160,7 +160,8 @@ class HeadDrafter(Drafter):
 
     def _whole(self, B: int) -> bool:
         """The last round's pairs are all that is to be taken in, one round for every row, by a head that can do it without the host."""
-        return isinstance(getattr(self.state, "slots", None), DraftSlots) and self.fresh is not None and len(self.fresh[3]) == B and not any(row.pending for row in self.rows[:B])
+        able = isinstance(getattr(self.state, "slots", None), DraftSlots)
+        return able and self.fresh is not None and len(self.fresh[3]) == B and not any(row.pending for row in self.rows[:B])
 
     def _captured(self, plan: Plan, rows: RowSampling, seeds_B: Tensor, root_B: Tensor) -> DraftTree:
         """Take the last round's pairs in and draft, all of it one captured step (see inference/graphs.py)."""
