@@ -72,12 +72,10 @@ class DraftSlots:
         n = self.view if self.view is not None else max(lengths) + drafted
         mask_BWS = None
         if above_BWA is not None or self._start(rows) is None:
-            behind_BS = self.index_S[:n] - self.lengths_B[rows, None]
             if above_BWA is None:
-                mask_BWS = (behind_BS < drafted)[:, None]
+                mask_BWS = (self.index_S[:n] < self.lengths_B[rows, None] + drafted)[:, None]
             else:
-                at_BWS = behind_BS.clamp(0, drafted - 1)[:, None].expand(-1, above_BWA.shape[1], -1)
-                mask_BWS = (behind_BS < 0)[:, None] | (above_BWA.gather(2, at_BWS) & (behind_BS < drafted)[:, None])
+                mask_BWS = behind_mask(self.lengths_B[rows], self.index_S[:n], above_BWA)
         return attend_cached(q_BKQD, self.keys_BKSD[rows, :, :n], self.values_BKSD[rows, :, :n], mask_BWS)
 
     def move(self, source: int, to: int) -> None:
@@ -113,3 +111,10 @@ def descend(above_BWA: Tensor | None, parents_BW: Tensor, drafted: int) -> Tenso
     else:
         seen_BWA = above_BWA.gather(1, parents_BW[..., None].expand(-1, -1, above_BWA.shape[2]))
     return torch.cat([seen_BWA, own_BWW], 2)
+
+
+def behind_mask(length_B: Tensor, index_S: Tensor, above_BWA: Tensor) -> Tensor:
+    """bool [B, W, S]: which slots W queries may read: every committed one (< length), and of the A behind them those that above_BWA marks."""
+    behind_BS, A = index_S - length_B[:, None], above_BWA.shape[2]
+    inside_BWS = above_BWA.gather(2, behind_BS.clamp(0, A - 1)[:, None].expand(-1, above_BWA.shape[1], -1))
+    return torch.where((behind_BS < 0)[:, None], True, inside_BWS & (behind_BS < A)[:, None])

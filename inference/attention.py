@@ -7,7 +7,8 @@ selected by `use_attention` for the duration of one forward, so the model's own 
 `NAME` has no entry among transformers' mask functions: that is how a mask of None reaches us as None (transformers would otherwise build one).
 None means: T = 1 and every slot of the view counts, or plain causal attention over exactly T slots.
 
-Shape suffixes: B rows, H query heads, K key/value heads, G = H/K, T new tokens, S slots of the view, D head dimension.
+Shape suffixes: B rows, H query heads, K key/value heads, G = H/K, T new tokens, S slots of the view, D head dimension, A tokens of a tree
+behind the committed ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from draftheads.heads.slots import behind_mask
 
 NAME = "draftheads_folded"
 # Up to here the mask is folded too (float, G·T·S); beyond it, a bool mask is shared by G calls, so that a long prefill stays small.
@@ -91,16 +94,15 @@ def use_attention(config: Any, name: str | None) -> Iterator[None]:
         config._attn_implementation_internal = before
 
 
-def block_mask(start_B: Tensor, view: int, block_BTT: Tensor | None, tokens: int) -> Tensor:
-    """bool [B,T,S]: each new token sees its row's committed slots (< start) and, among the T new ones, itself and its ancestors.
+def block_mask(start_B: Tensor, view: int, block_BTA: Tensor | None, tokens: int) -> Tensor:
+    """bool [B,T,S]: each of T new tokens sees its row's committed slots (< start) and, of the A tokens behind them, those marked.
 
-    block_BTT bool: the ancestors inside a tree; None: causal. New token j of row b lies in slot start_B[b] + j.
+    block_BTA bool: ancestors in a tree, itself included; None: causal, A = T. Token a of row b lies in slot start_B[b] + a.
     """
-    offset_BS = torch.arange(view, device=start_B.device) - start_B[:, None]
-    if block_BTT is None:
-        return offset_BS[:, None] <= torch.arange(tokens, device=start_B.device)[:, None]
-    inside_BTS = block_BTT.gather(2, offset_BS.clamp(0, tokens - 1)[:, None].expand(-1, tokens, -1))
-    return torch.where((offset_BS < 0)[:, None], True, inside_BTS & (offset_BS < tokens)[:, None])
+    index_S = torch.arange(view, device=start_B.device)
+    if block_BTA is None:
+        return index_S - start_B[:, None, None] <= torch.arange(tokens, device=start_B.device)[:, None]
+    return behind_mask(start_B, index_S, block_BTA)
 
 
 def window_mask(mask_BTS: Tensor, positions_BT: Tensor, start_B: Tensor, window: int) -> Tensor:

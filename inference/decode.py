@@ -23,10 +23,11 @@ from torch import Tensor
 
 from draftheads.heads.tree import DraftTree
 from draftheads.inference.drafters.base import Drafter, Plan
-from draftheads.inference.noise import Noise
 from draftheads.inference.graphs import BUCKET
+from draftheads.inference.noise import Noise
 from draftheads.inference.outcome import Columns, pack, read
-from draftheads.inference.processors import History, wanted as wanted_history
+from draftheads.inference.processors import History
+from draftheads.inference.processors import wanted as wanted_history
 from draftheads.inference.requests import Completion, Limits, Request, Round, RoundStat, Sampling
 from draftheads.inference.rows import Row, StopStrings, longest, refusal, row_limit
 from draftheads.inference.sampling import RowSampling, check, surprise
@@ -113,7 +114,9 @@ class _Loop:
                 self.cache.clear(b)
         else:
             self.cache = target.new_cache(batch_size, length)
-        self.history = History(batch_size, length, target.geometry.vocab_size, self.eos_ids, sampling, self.device) if wanted_history(sampling) else None
+        self.history = None
+        if wanted_history(sampling):
+            self.history = History(batch_size, length, target.geometry.vocab_size, self.eos_ids, sampling, self.device)
         self.step = Step(target, self.cache, self.taps, history=self.history, states=self.capture, logp=certificate, graphs=graphed)
         drafter.lend(target.graphs if graphed else None)
         drafter.reset(batch_size, length, self.device)

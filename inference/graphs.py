@@ -15,12 +15,15 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from draftheads.heads.tree import DraftTree
+from draftheads.inference.sampling import RowSampling
 
 # A step takes tensors (or None) and returns a tuple of them.
 Step = Callable[..., tuple[Tensor | None, ...]]
@@ -47,6 +50,7 @@ class _Owned:
 
     kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     captured: dict[Hashable, Captured | None] = field(default_factory=dict)  # None: has run once, eagerly
+    forms: dict[Hashable, tuple[bool, tuple[int, ...] | None]] = field(default_factory=dict)  # of drafted trees: `chained`, `widths`
 
 
 class Graphs:
@@ -74,7 +78,7 @@ class Graphs:
         return next((w for w in WIDTHS if w >= nodes), nodes)
 
     def keep(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The owner's buffer of this key, made at the first call. An owner has at most KEPT of them; the least recently used goes, with its graphs."""
+        """The owner's buffer of this key, made at the first call. An owner has at most KEPT; the least recently used goes, with its graphs."""
         kept = self._owned.setdefault(owner, _Owned()).kept
         if key not in kept:
             kept[key] = make()
@@ -104,6 +108,20 @@ class Graphs:
         captured.replay()
         return captured.outputs
 
+    def run_draft(self, buffer: Any, key: Hashable, draft: Callable[..., DraftTree], inputs: Sequence[Tensor | None]) -> DraftTree:
+        """`run` for a step that drafts a tree."""
+        forms = self._owned.setdefault(buffer, _Owned()).forms
+
+        def step(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+            tree = draft(*given)
+            forms[key] = (tree.chained, tree.widths)
+            return tree.tokens_BN, tree.parents_BN, tree.valid_BN, tree.q_BNV
+
+        tokens_BN, parents_BN, valid_BN, q_BNV = self.run(buffer, key, step, inputs)
+        assert tokens_BN is not None and parents_BN is not None and valid_BN is not None
+        chained, widths = forms[key]
+        return DraftTree(tokens_BN, parents_BN, valid_BN, q_BNV, chained=chained, widths=widths)
+
     def capture(self, step: Step, inputs: Sequence[Tensor | None]) -> Captured:
         """Record one execution of the step on copies of its inputs, without executing it."""
         static = tuple(None if t is None else t.clone() for t in inputs)
@@ -114,3 +132,8 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = step(*static)
         return Captured(graph.replay, static, outputs)
+
+
+def kind(sampling: RowSampling) -> Hashable:
+    """What a captured step knows of the rows' sampling, its temperatures left out: part of a key."""
+    return all(sampling.greedy), any(sampling.greedy), replace(sampling, temperature_B=None, greedy=())  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftheads.heads.tree import DraftTree
 from draftheads.inference.cache import SlotCache
+from draftheads.inference.graphs import kind
 from draftheads.inference.noise import Noise
 from draftheads.inference.outcome import Kept, RowOutcome, along, pack, read
 from draftheads.inference.processors import History
@@ -57,7 +58,8 @@ class Step:
     def _verify(self, rows: slice, tree: DraftTree, seeds_B: Tensor, sampling: RowSampling, view: int | None
                 ) -> tuple[Tensor, Tensor | None, Tensor, Verdict]:
         positions_B = self.cache.lengths_B[rows].clone()
-        final_BND, features_BNF = self.target.extend(self.cache, rows, tree.tokens_BN, tree=tree if tree.width > 1 else None, taps=self.taps, view=view)
+        shape = tree if tree.width > 1 else None
+        final_BND, features_BNF = self.target.extend(self.cache, rows, tree.tokens_BN, tree=shape, taps=self.taps, view=view)
         logits_BNV = self.target.logits(final_BND)
         processed_BNV = logits_BNV if self.history is None else self.history.process(logits_BNV, tree, rows)
         return final_BND, features_BNF, logits_BNV, verify(tree, processed_BNV, sampling, Noise(seeds_B, positions_B), positions_B)
@@ -82,9 +84,7 @@ class Step:
             tree = tree.widened(N)
         lengths = self.cache.lengths[rows]
         view = self.graphs.view(max(lengths) + tree.width, self.cache.max_len)
-        kinds = (all(sampling.greedy), any(sampling.greedy))
-        key = (self.taps, self.states, self.logp, len(lengths), tree.width, tree.chained, tree.widths, tree.q_BNV is None, view,
-               kinds, replace(sampling, temperature_B=None, greedy=()))  # type: ignore[arg-type]
+        key = (self.taps, self.states, self.logp, len(lengths), tree.width, tree.chained, tree.widths, tree.q_BNV is None, view, kind(sampling))
 
         def step(tokens_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, q_BNV: Tensor | None, seeds_B: Tensor, temperature_B: Tensor
                  ) -> tuple[Tensor | None, ...]:
@@ -94,9 +94,11 @@ class Step:
             if not tree.chained:
                 self.cache.compact(rows, path_BM, verdict.counts_B + 1)
             self.cache.lengths_B[rows] += verdict.counts_B + 1
-            return (pack(given, verdict), None if features_BNF is None else along(features_BNF, path_BM), along(final_BND, path_BM) if self.states else None,
-                    along(logits_BNV.logsumexp(-1), path_BM) if self.states else None,
-                    along(verdict.logp_BNV, path_BM) if self.logp and verdict.logp_BNV is not None else None)
+            return (
+                pack(given, verdict), None if features_BNF is None else along(features_BNF, path_BM),
+                along(final_BND, path_BM) if self.states else None, along(logits_BNV.logsumexp(-1), path_BM) if self.states else None,
+                along(verdict.logp_BNV, path_BM) if self.logp and verdict.logp_BNV is not None else None,
+            )
 
         inputs = (tree.tokens_BN, tree.parents_BN, tree.valid_BN, tree.q_BNV, seeds_B, sampling.temperature_B)
         packed_BX, features_BMF, final_BMD, lse_BM, logp_BMV = self.graphs.run(self.cache, key, step, inputs)
@@ -104,7 +106,6 @@ class Step:
         outcomes = read(packed_BX)
         self.cache.note(rows, [o.accepted + 1 for o in outcomes])
         tokens_BM = torch.tensor([o.tokens + [0] * (tree.width - len(o.tokens)) for o in outcomes])
-        if self.states:  # recorded beyond this round, while the next replay writes over them
-            final_BMD, lse_BM = (None if t is None else t.clone() for t in (final_BMD, lse_BM))
-            features_BMF = None if features_BMF is None else features_BMF.clone()
+        # They are looked at beyond this round (recorded, or pending in a drafter that another one stood in for); the next replay writes over them.
+        features_BMF, final_BMD, lse_BM = (None if t is None else t.clone() for t in (features_BMF, final_BMD, lse_BM))
         return Stepped(outcomes, tokens_BM, features_BMF, final_BMD, lse_BM, logp_BMV)

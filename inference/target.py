@@ -31,6 +31,7 @@ class Target:
 
     embed_VD, lm_head_VD: the original (unpacked) weights; lm_head's rows may exceed the tokenizer's ids.
     finish_logits: what the family does after lm_head (softcap, scale), elementwise: for callers that need only some of its rows.
+    attention: the implementation that its forwards select, None for the model's own; window: of its sliding layers, or None.
     graphs: its captured steps (CUDA only). eos_ids: every id that ends an answer. template_hash: of chat template and special tokens, 16 hex digits.
     """
 
@@ -50,9 +51,9 @@ class Target:
         self.template_hash = sources.template_hash(tokenizer)
         self._layers = _layers(self.decoder, self.geometry.num_layers, name)
         self._cache_argument = _cache_argument(self.decoder, name)
-        self._attention, self._eager = _attention_kind(model, self.config)
+        self.attention, self._eager = _attention_kind(model, self.config)
         self._groups = self.geometry.num_heads // self.geometry.num_kv_heads
-        self._layer_types, self._window = _layer_types(self.config)
+        self._layer_types, self.window = _layer_types(self.config)
         self.graphs = Graphs(self.device)
         self.finish_logits = _self_check(self)
         self.packed = packed
@@ -126,15 +127,14 @@ class Target:
             positions_BT = start_B[:, None] + torch.arange(T, device=self.device)
         if view is not None:
             return self.forward(ids_BT, positions_BT, attention.block_mask(start_B, view, block_BTT, T), cache, rows, start_B, taps)
-        equal, used = min(starts) == max(starts), max(starts) + T
-        plain = equal and block_BTT is None and (T == 1 or starts[0] == 0) and (self._window is None or used <= self._window)
         mask_BTS = None
-        if not plain or self._attention != attention.NAME:
-            mask_BTS = attention.block_mask(start_B, cache.view(used), block_BTT, T)
+        if block_BTT is not None or not self.unmasked(starts, T, self.window):
+            mask_BTS = attention.block_mask(start_B, cache.view(max(starts) + T), block_BTT, T)
         return self.forward(ids_BT, positions_BT, mask_BTS, cache, rows, starts, taps)
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTS: Tensor | None, cache: SlotCache, rows: slice, starts: list[int] | Tensor, taps: Taps = ()
+        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTS: Tensor | None, cache: SlotCache, rows: slice, starts: list[int] | Tensor,
+        taps: Taps = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Low level: write the tokens at slots starts[b] …, attend by mask_BTS (bool; S slots are read), window added for sliding layers.
 
@@ -142,13 +142,15 @@ class Target:
         the host does not look at them.
         """
         T = ids_BT.shape[1]
+        # Padding may lie beyond the last position, where learned tables end.
+        positions_BT = positions_BT.clamp(max=self.geometry.max_positions - 1)
         if mask_BTS is None:
             assert isinstance(starts, list)
             cache.prepare(rows, starts, T, starts[0] + T)
         else:
             cache.prepare(rows, starts, T, mask_BTS.shape[2])
         named: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
-        with torch.inference_mode(), attention.use_attention(self.config, self._attention), Tapped(self._layers, taps) as tapped:
+        with torch.inference_mode(), attention.use_attention(self.config, self.attention), Tapped(self._layers, taps) as tapped:
             mask = self._masks(mask_BTS, positions_BT, starts)
             final_BTD = self.decoder(input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, **named).last_hidden_state
             features_BTF = tapped.features(final_BTD)
@@ -161,20 +163,26 @@ class Target:
         with torch.no_grad():
             return self.finish_logits(self.lm_head(final).float())
 
+    def unmasked(self, starts: list[int], T: int, window: int | None) -> bool:
+        """Whether T causal tokens a row need no mask: rows equally long, one token or a prompt, no window that is full, and our own attention."""
+        plain = min(starts) == max(starts) and (T == 1 or starts[0] == 0) and (window is None or starts[0] + T <= window)
+        return plain and self.attention == attention.NAME
+
+    def shaped_mask(self, mask_BTS: Tensor, positions_BT: Tensor, start_B: Tensor, window: int | None) -> Tensor:
+        """bool [B,T,S] -> the 4D mask that this model's attention takes; `window` of the layers it is for."""
+        if window is not None:
+            mask_BTS = attention.window_mask(mask_BTS, positions_BT, start_B, window)
+        if self.attention == attention.NAME:
+            return attention.fold_mask(mask_BTS, self._groups, self.dtype)
+        return (attention.float_mask(mask_BTS, self.dtype) if self._eager else mask_BTS)[:, None]
+
     def _masks(self, mask_BTS: Tensor | None, positions_BT: Tensor, starts: list[int] | Tensor) -> Any:
         """What the family's decoder takes as attention_mask: one 4D mask, or a dict by layer type where layers differ."""
         by_type: dict[str, Tensor | None] = {}
+        start_B = torch.tensor(starts, device=self.device) if isinstance(starts, list) and self.window is not None else starts
         for kind in self._layer_types:
-            mask = mask_BTS
-            if mask is not None and kind == "sliding_attention" and self._window is not None:
-                start_B = torch.tensor(starts, device=self.device) if isinstance(starts, list) else starts
-                mask = attention.window_mask(mask, positions_BT, start_B, self._window)
-            if mask is not None:
-                if self._attention == attention.NAME:
-                    mask = attention.fold_mask(mask, self._groups, self.dtype)
-                else:
-                    mask = (attention.float_mask(mask, self.dtype) if self._eager else mask)[:, None]
-            by_type[kind] = mask
+            window = self.window if kind == "sliding_attention" else None
+            by_type[kind] = None if mask_BTS is None else self.shaped_mask(mask_BTS, positions_BT, start_B, window)  # type: ignore[arg-type]
         return by_type if len(by_type) > 1 else next(iter(by_type.values()))
 
 

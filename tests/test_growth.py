@@ -28,10 +28,11 @@ from draftheads.heads import eagle3
 from draftheads.heads.tree import DraftTree
 from draftheads.inference import growth
 from draftheads.inference.decode import complete
-from draftheads.inference.drafters import head as head_module
+from draftheads.inference.drafters import pairs as pairs_module
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.drafters.head import HeadDrafter
 from draftheads.inference.drafters.none import NoDrafter
+from draftheads.inference.drafters.pairs import HeadStepper
 from draftheads.inference.growth import DraftVocab, grow, limited
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Limits, Request, Sampling
@@ -455,7 +456,7 @@ def head_gap(lengths: list[int], shape: Shape | None, variant: str = "eagle3.1",
     head.extend(state, features_BMF, tokens_BM, torch.tensor(lengths), slice(0, B))
     root_B, worst = torch.tensor([int(tokens[n - 1]) for n, (_, tokens) in zip(lengths, rows, strict=True)]), 0.0
     for plan in (Plan(3, tree=Dynamic(3, 4, 9)), Plan(4, tree=shape)):
-        stepper = Recorded(head_module._HeadStepper(head, state, slice(0, B)), root_B)
+        stepper = Recorded(HeadStepper(head, state, slice(0, B)), root_B)
         grow(stepper, root_B, plan, [9] * B, RowSampling.of([temperature] * B, Sampling()), Noise(root_B), root_B, DraftVocab(ids_U, 128), "head")
         for b, path, logits_U in stepper.seen:
             features, tokens = rows[b]
@@ -482,7 +483,7 @@ def test_a_draft_that_does_not_fit_says_so() -> None:
     head.extend(state, torch.randn(1, 3, 192), torch.tensor([[1, 2, 3]]), torch.tensor([3]), slice(0, 1))
     root_B, rows = torch.tensor([3]), RowSampling.of([0.0], Sampling())
     with pytest.raises(ValueError, match="5 drafted tokens in a drafting cache made for 4"):
-        grow(head_module._HeadStepper(head, state, slice(0, 1)), root_B, Plan(tree=Sampled((5, 1))), [9], rows, Noise(root_B), root_B,
+        grow(HeadStepper(head, state, slice(0, 1)), root_B, Plan(tree=Sampled((5, 1))), [9], rows, Noise(root_B), root_B,
              DraftVocab(head.target_ids_U(), 128), "head")
 
 
@@ -678,5 +679,5 @@ def reversed_siblings(tree: DraftTree) -> DraftTree:
 @pytest.mark.parametrize("wrong", [wrong_q, unlikely_dropped, reversed_siblings])
 def test_wrong_drawn_trees_are_noticed(wrong: Callable[[DraftTree], DraftTree], monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutants: a q that was not drawn from; unlikely draws dropped; siblings judged in another order than they were drawn in."""
-    monkeypatch.setattr(head_module, "grow", lambda *arguments: wrong(tree) if (tree := grow(*arguments)).width == 10 else tree)
+    monkeypatch.setattr(pairs_module, "grow", lambda *arguments: wrong(tree) if (tree := grow(*arguments)).width == 10 else tree)
     assert p_decoded(Sampled((3, 2)), Sampling(0.9))[0] < P_VALUE

@@ -209,7 +209,7 @@ def test_mutants_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(tree_gap(sliding), tree_gap(eager), tree_gap(full)) < 1e-5
     with monkeypatch.context() as m:  # window by slot instead of by position
         m.setattr(attention, "window_mask", lambda mask, positions, starts, window: mask & (
-            (torch.tensor(starts)[:, None] + torch.arange(mask.shape[1]))[:, :, None] - torch.arange(mask.shape[2]) < window))
+            (starts[:, None] + torch.arange(mask.shape[1]))[:, :, None] - torch.arange(mask.shape[2]) < window))
         assert tree_gap(sliding) > 1e-3
     with monkeypatch.context() as m:  # no window
         m.setattr(attention, "window_mask", lambda mask, *_: mask)
