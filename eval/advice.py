@@ -1,22 +1,22 @@
-"""Per category: use the head, the n-gram drafter, both, or nothing; read off the intervals of the measured speed-ups."""
+"""Per category: use the head, copying, both, another drafter, or nothing; read off the intervals of the measured speed-ups."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-USE = {"head": "head", "ngram": "n-gram", "composite": "both"}
+USE = {"head": "head", "ngram": "n-gram", "suffix": "suffix", "mtp": "MTP", "draft_model": "draft model", "composite": "both"}
 # Two drafters must beat one by this much before they are advised: below it the simpler set-up wins.
 WORTH = 1.02
 
 
 def advise(by_drafter: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """{"use": "head" | "n-gram" | "both" | "nothing", "why": one sentence} from {drafter: summary} of one category.
+    """{"use": a value of USE, or "nothing", "why": one sentence} from {drafter: summary} of one category.
 
     A drafter is proven when the lower end of its interval is above 1. Among proven ones the fastest is advised, but `both` only when it is
     at least 2 % faster than its better part.
     """
-    seen = {name: by_drafter[name] for name in ("head", "ngram", "composite") if by_drafter.get(name, {}).get("speedup") is not None}
+    seen = {name: by_drafter[name] for name in USE if by_drafter.get(name, {}).get("speedup") is not None}
     if not seen:
         return {"use": "nothing", "why": "no drafter was timed against the autoregressive path"}
     proven = {n: s["speedup"] for n, s in seen.items() if s.get("speedup_ci95") and s["speedup_ci95"][0] > 1}

@@ -15,6 +15,7 @@ from draftheads.eval.records import TRANSFORMERS, Block, Journal
 from draftheads.eval.subject import Prompt
 from draftheads.eval.work import Evaluation
 from draftheads.inference import measure
+from draftheads.inference.processors import wanted as wanted_history
 
 
 def plan_blocks(work: Evaluation) -> list[list[Prompt]]:
@@ -47,6 +48,7 @@ def run_blocks(work: Evaluation, journal: Journal, blocks: dict[int, Block]) -> 
         work.plain = measure.plain_model(work.target, trust_remote_code=work.checkpoint.recipe.target.trust_remote_code)
         work.progress.finish()
     work.warm_up()
+    work.forget(blocks[i] for i in sorted(blocks))
     names = list(work.drafters)
     share = work.section.max_new_tokens
     work.progress.stage("timed runs, all drafters interleaved", sum(len(plan[i]) * share * (len(names) + (i in shared)) for i in missing))
@@ -94,20 +96,22 @@ def run_block(work: Evaluation, index: int, prompts: list[Prompt], contenders: l
         work.progress.advance(len(prompts) * work.section.max_new_tokens - written)
         block.runs[name] = timed
     if work.sampling.temperature == 0:
-        block.differences = _differences(work, block, prompts)
+        block.differences = differences(work, block, prompts)
     return block
 
 
-def _differences(work: Evaluation, block: Block, prompts: list[Prompt]) -> list[dict[str, Any]]:
+def differences(work: Evaluation, block: Block, prompts: list[Prompt]) -> list[dict[str, Any]]:
     """Greedy: none against every drafter, and transformers (where it ran) against all of ours."""
-    pairs = [(a, b) for a in (TRANSFORMERS, "none") for b in work.drafters if a in block.runs and a != b]
+    # In transformers a processor of the history sees the padding of the shorter prompts, too: there it would be another one.
+    padded = wanted_history(work.sampling) and len({len(p.ids) for p in prompts}) > 1
+    pairs = [(a, b) for a in ((TRANSFORMERS, "none") if not padded else ("none",)) for b in work.drafters if a in block.runs and a != b]
     tokens = {name: [c.tokens for c in timed.completions] for name, timed in block.runs.items()}
     return [difference(work, prompt, f"{a}/{b}", tokens[a][row], tokens[b][row]) for row, prompt in enumerate(prompts) for a, b in pairs]
 
 
 def difference(work: Evaluation, prompt: Prompt, pair: str, expected: Sequence[int], got: Sequence[int]) -> dict[str, Any]:
     """lossless.compare of two outputs of one prompt, with what the report shows beside it."""
-    result: Divergence = compare(expected, got, target_logits(work.target, prompt.ids), work.dtype)
+    result: Divergence = compare(expected, got, target_logits(work.target, prompt.ids, work.sampling), work.dtype)
     item = {"id": prompt.id, "category": prompt.category, "pair": pair, **result.to_json()}
     if result.verdict == IDENTICAL:
         return item

@@ -12,18 +12,23 @@ from draftheads.data.conversations import Conversation, read_prompts
 from draftheads.eval import subject
 from draftheads.eval.cost_model import Costs, choose_gamma, predict
 from draftheads.eval.records import Journal
-from draftheads.eval.subject import Checkpoint, Prompt, set_gamma
+from draftheads.eval.subject import Checkpoint, Prompt, has_length, make_plan, parts
 from draftheads.eval.work import SPARE, Evaluation
 from draftheads.inference import measure
-from draftheads.inference.drafters.base import Drafter
-from draftheads.inference.drafters.composite import Composite
+from draftheads.inference.decode import decode
+from draftheads.inference.drafters.base import Drafter, Plan
+from draftheads.inference.measure import CostSamples
+from draftheads.inference.requests import Limits, Request
+from draftheads.inference.shapes import Shape
 from draftheads.inference.target import Target
-from draftheads.recipes.schema import RecipeError
+from draftheads.recipes.schema import EvalSection, RecipeError
 
 # Draft lengths that are tried. Copies are free to draft and often right to the end, so theirs go further.
-LENGTHS = {"ngram": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), "head": (1, 2, 3, 4, 5, 6, 7, 8)}
+COPIES, STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (1, 2, 3, 4, 5, 6, 7, 8)
+LENGTHS = {"ngram": COPIES, "suffix": COPIES, "head": STEPS, "draft_model": STEPS, "mtp": STEPS}
 # Drafts of the filler (verify width − 1) and of the drafters in the micro-benchmark.
-FILLERS, TIMED = (1, 2, 3, 4, 5, 6, 8, 12, 16), {"ngram": (1, 8), "head": (1, 4, 8)}
+FILLERS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+TIMED = {"ngram": (1, 8), "suffix": (1, 8), "head": (1, 4, 8), "draft_model": (1, 4), "mtp": (1, 4)}
 # Prompts and tokens that are spent on estimating acceptance.
 CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 14, 32
 # Training prompts on which the head is decoded, to compare with what training measured.
@@ -37,11 +42,7 @@ def choose_costs(work: Evaluation, journal: Journal) -> dict[str, Any]:
     done = journal.of("costs")
     if done:
         return done[0]
-    drafting = {n: d for n, d in work.drafters.items() if n in ("ngram", "head")}
-    if "composite" in work.drafters:
-        both = work.drafters["composite"]
-        assert isinstance(both, Composite)
-        drafting = {"ngram": both.first, "head": both.second} | drafting
+    drafting = {part.name: part for drafter in work.drafters.values() for part in parts(drafter) if part.name != "none"}
     found: dict[str, Any] = {"costs": None, "gamma": {}, "gamma_chosen": "given", "predicted": {}, "table": {}}
     if not drafting:
         journal.append("costs", found)
@@ -50,36 +51,66 @@ def choose_costs(work: Evaluation, journal: Journal) -> dict[str, Any]:
     costs = _measure_costs(work, drafting)
     found["costs"] = costs.to_json()
     rounds = _calibrate(work)
+    if work.section.gamma == "auto":
+        found["gamma_chosen"] = "measured"
     for name in work.drafters:
-        sources = [s for s in ("ngram", "head") if s == name or name == "composite"]
-        if not sources:
+        if name == "none":
             continue
-        if work.section.gamma == "auto":
+        sources = work.sources(name)
+        if work.section.gamma == "auto" and sources:
             choice = choose_gamma(rounds[name], costs, {s: LENGTHS[s] for s in sources})
-            found["gamma"][name], found["gamma_chosen"], found["predicted"][name] = choice.gamma, "measured", choice.speedup
+            found["gamma"][name], found["predicted"][name] = choice.gamma, choice.speedup
             found["table"][name] = choice.table if len(sources) == 1 else sorted(choice.table, key=lambda r: -r["speedup"])[:8]
         else:
-            found["gamma"][name] = {s: work.section.gamma if s == "head" else work.section.ngram.gamma for s in sources}
+            found["gamma"][name] = {s: given_length(work.section, s) for s in sources}
             found["predicted"][name] = predict(rounds[name], costs, found["gamma"][name])[0]
     journal.append("costs", found)
     return found
 
 
+def given_length(section: EvalSection, source: str) -> int:
+    """The draft length that the recipe names for a source."""
+    if source in ("ngram", "suffix"):
+        return section.ngram.gamma if source == "ngram" else section.suffix.gamma
+    assert section.gamma != "auto"
+    return section.gamma
+
+
 def _measure_costs(work: Evaluation, drafting: dict[str, Drafter]) -> Costs:
-    passes = REPEATS * (1 + len(FILLERS) + sum(len(TIMED[name]) for name in drafting))
+    timed = {name: (drafter, TIMED[name]) for name, drafter in drafting.items() if has_length(name, work.tree)}
+    passes = REPEATS * (1 + len(FILLERS) + sum(len(gammas) for _, gammas in timed.values()) + len(drafting) - len(timed))
     work.progress.stage("measuring what drafting and verifying cost", passes, "passes")
     for drafter in drafting.values():
-        set_gamma(drafter, {})
+        make_plan(drafter, {})  # copies as long as the micro-benchmark's plans
     # Prompts of middling length: what a step costs grows with the text.
     by_length = sorted(work.calibration, key=lambda p: len(p.ids))
     middle = len(by_length) // 2
     block = work.requests((by_length[middle:] + by_length[:middle])[: work.section.batch_size])
-    timed = {name: (drafter, TIMED[name]) for name, drafter in drafting.items()}
     samples = measure.sample_costs(
         work.target, timed, block, fillers=FILLERS, rounds=ROUNDS, repeats=REPEATS, on_pass=lambda: work.progress.advance(1)
     )
+    for name in [n for n in drafting if n not in timed] * REPEATS:
+        assert work.tree is not None
+        _sample_tree(samples, work.target, name, drafting[name], block, work.tree)
+        work.progress.advance(1)
     work.progress.finish()
     return Costs.from_json(measure.fit_costs(samples))
+
+
+def _sample_tree(samples: CostSamples, target: Target, name: str, drafter: Drafter, block: list[Request], tree: Shape) -> None:
+    """Some rounds with the tree, the first one dropped. All that drafting costs goes to one draft length, so that none of it counts per token."""
+    room = (ROUNDS + 1) * (tree.depth + 1)
+    limits = Limits(room + 1, max(len(r.prompt_ids) for r in block) + room + SPARE, ignore_eos=True)
+    seen = 0
+    for r in decode(target, drafter, block, limits=limits, batch_size=len(block), plan=Plan(tree=tree), timed=True):
+        seen += bool(r.width)
+        if seen > 1 and r.width:
+            samples.rest_s.setdefault(name, []).append(r.t_total - r.t_draft - r.t_verify)
+            samples.draft_s.setdefault(name, {}).setdefault(tree.nodes, []).append(r.t_draft)
+            if r.width == tree.nodes + 1:
+                samples.verify_s.setdefault(r.width, []).append(r.t_verify)
+        if seen > ROUNDS:
+            break
 
 
 def _calibrate(work: Evaluation) -> dict[str, list[Any]]:
@@ -89,19 +120,21 @@ def _calibrate(work: Evaluation) -> dict[str, list[Any]]:
     work.progress.stage("estimating acceptance for the choice of γ", len(names) * len(work.calibration) * tokens)
     found = {}
     for name in names:
-        rows = work.decode_untimed(name, work.calibration, {source: max(lengths) for source, lengths in LENGTHS.items()}, work.limits(tokens))
+        work.forget()
+        rows = work.decode_untimed(name, work.calibration, {source: max(LENGTHS[source]) for source in work.sources(name)}, work.limits(tokens))
         found[name] = [r for c in rows.completions for r in c.rounds]
     work.progress.finish()
     return found
 
 
 def calibration_prompts(
-    target: Target, others: list[Conversation], checkpoint: Checkpoint, prompts: list[Prompt], room: int
+    target: Target, others: list[Conversation], checkpoint: Checkpoint, prompts: list[Prompt], room: int, count: int | None = None
 ) -> list[Prompt]:
     """Held-out prompts that are not evaluated; else training prompts; else (nothing else there) the evaluated ones."""
+    count = count or CALIBRATION_PROMPTS
     evaluated = {p.id for p in prompts}
-    wanted = others or [c for c in _training_conversations(checkpoint, 8 * CALIBRATION_PROMPTS) if c.id not in evaluated]
-    return _rendered(target, wanted, CALIBRATION_PROMPTS, room) or prompts[:CALIBRATION_PROMPTS]
+    wanted = others or [c for c in _training_conversations(checkpoint, 8 * count) if c.id not in evaluated]
+    return _rendered(target, wanted, count, room) or prompts[:count]
 
 
 def training_prompts(work: Evaluation) -> list[Prompt]:

@@ -18,7 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from draftheads.eval.checkpoints import find_folder
+from draftheads.eval.cli_generate import CkptOption, DeviceOption, JsonOption, SetOption, from_here, generate, here, tree
+from draftheads.inference.checkpoints import find_folder
+from draftheads.inference.shapes import parse_shape
 from draftheads.recipes.files import blocked
 from draftheads.recipes.schema import RecipeError
 
@@ -26,15 +28,12 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Train, measure and use draft heads for speculative decoding.\n\n"
     "A run, in order: `specdec plan` → `distill` → `show-mask` → `train` → `eval` → `generate`. The first four take the same recipe, the last "
-    "two the run folder (`--ckpt`), which names all they need. `distill`, `train` and `eval`, when stopped, go on where they were if you run the "
-    "same command again.",
+    "two the run folder (`--ckpt`), which names all they need; `tree` searches a draft tree for them. `distill`, `train` and `eval`, when "
+    "stopped, go on where they were if you run the same command again.",
 )
 eval_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 RecipeOption = Annotated[Path, typer.Option("--recipe", "-r", help="Recipe (YAML).")]
-SetOption = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the recipe; may be repeated.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines on stdout.")]
-CkptOption = Annotated[Path, typer.Option("--ckpt", help="Checkpoint folder, or run folder (then ckpt/final).")]
 
 
 def main() -> None:
@@ -109,6 +108,17 @@ At temperature 0.7 with batches of 8 (losslessness is then judged by a z-score):
 
     specdec-eval --ckpt runs/smollm2-135m --temperature 0.7 --batch-size 8 --out runs/t07
 
+Other drafters, and trees instead of chains (head, draft_model and mtp grow them, suffix dynamic ones; ngram ignores them):
+
+    specdec-eval --ckpt runs/smollm2-135m --drafters none,suffix,head,composite --copy-first suffix --out runs/suffix
+
+    specdec-eval --ckpt runs/smollm2-135m --tree dynamic:depth=4,top_k=4,nodes=12 --out runs/tree
+
+    specdec-eval --ckpt runs/llama8b --draft-model meta-llama/Llama-3.2-1B-Instruct --out runs/llama8b/model
+
+Further options of the recipe's eval section by --set, e.g. `--set eval.repetition_penalty=1.1 --set eval.min_p=0.05`.
+With `--lossy typical` the report is stamped: what is sampled then is not a draw from the target.
+
 Writes report.html, report.md, report.json. Ends with 1 if an output differs from the target's without a numerical tie to explain it, or
 if the speed-up is larger than τ allows.
 """
@@ -123,12 +133,16 @@ def eval_command(
     categories: Annotated[str | None, typer.Option(help="Only these categories, separated by commas.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Tokens per answer.")] = None,
     gamma: Annotated[str | None, typer.Option(help="Draft length of the timed runs, or 'auto': chosen from measured costs.")] = None,
-    drafters: Annotated[str | None, typer.Option(help="Of none, ngram, head, composite; separated by commas.")] = None,
+    drafters: Annotated[str | None, typer.Option(help="Of none, ngram, suffix, head, composite, draft_model, mtp; separated by commas.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Hub id, folder or name of a smaller model: drafter draft_model.")] = None,
+    copy_first: Annotated[str | None, typer.Option(help="What copies in drafter composite: ngram or suffix.")] = None,
+    tree: Annotated[str | None, typer.Option(help="`dynamic:depth=4,top_k=4,nodes=12`, `static:FILE.json`, `sampled:3,2,1`; or `chain`.")] = None,
+    lossy: Annotated[str | None, typer.Option(help="`typical`: Medusa's lossy acceptance; stamps the report.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Prompts decoded together.")] = None,
     transformers: Annotated[float | None, typer.Option("--transformers", help="Share of the prompts that transformers' generate runs too.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own choice.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the report; default: report/ of the run (--quick: report-quick/).")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt per category, 32 tokens: a look, not a result.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if this evaluation is (partly) done.")] = False,
@@ -137,8 +151,10 @@ def eval_command(
 ) -> None:
     given: dict[str, Any] = {"per_category": 1, "max_new_tokens": 32, "bootstrap": 500} if quick else {}
     given |= {
-        "prompts": [_from_here(p) for p in prompts] or None, "categories": _split(categories), "gamma": _gamma(gamma),
+        "prompts": [from_here(p) for p in prompts] or None, "categories": _split(categories), "gamma": _gamma(gamma),
         "drafters": _split(drafters), "temperature": temperature, "batch_size": batch_size, "transformers_fraction": transformers,
+        "draft_model": None if draft_model is None else here(draft_model), "copy_first": copy_first, "lossy": lossy,
+        "tree": None if tree is None else _tree_from_here(tree),
         "per_category": given.get("per_category") if per_category is None else per_category,
         "max_new_tokens": given.get("max_new_tokens") if max_new_tokens is None else max_new_tokens,
     }
@@ -176,22 +192,16 @@ def _gamma(value: str | None) -> int | str | None:
         raise RecipeError(f"--gamma is {value!r}; wanted a whole number, or 'auto'") from None
 
 
-def _stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"stdin is not UTF-8 text: {error}") from None
-
-
 def _positive(value: int | None, name: str) -> None:
     if value is not None and value < 1:
         raise RecipeError(f"{name} is {value}; it must be at least 1")
 
 
-def _from_here(prompts: str) -> str:
-    """A path on the command line is relative to the working directory, not to the recipe."""
-    path = Path(prompts).expanduser()
-    return str(path.absolute()) if prompts != "builtin" and (path.exists() or path.suffix in (".jsonl", ".json", ".parquet")) else prompts
+def _tree_from_here(text: str) -> str:
+    """Read once, so that a mistake is found before the long imports."""
+    parse_shape(text)
+    kind, _, file = text.partition(":")
+    return f"static:{Path(file).expanduser().absolute()}" if file.endswith(".json") else text
 
 
 @app.command()
@@ -288,50 +298,9 @@ def train(
         raise typer.Exit(run_launcher(command))
 
 
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say; '-' reads it from stdin.")],
-    ckpt: CkptOption,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    drafter: Annotated[str, typer.Option(help="none, ngram, head or composite.")] = "composite",
-    gamma: Annotated[int, typer.Option(help="Draft length of the head.", min=1)] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0)] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
-    stop: Annotated[list[str], typer.Option("--stop", help="Stop at this text; may be repeated.")] = [],  # noqa: B006
-    show_accepted: Annotated[bool, typer.Option("--show-accepted", help="Colour the tokens that were drafted and accepted.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
-    overrides: SetOption = [],  # noqa: B006
-    as_json: JsonOption = False,
-) -> None:
-    """Answer a prompt with the target and its draft head; the text streams, τ and tokens/s follow on stderr.
-
-        specdec generate --ckpt runs/smollm2-135m "Write a haiku about queues."
-
-        specdec generate --ckpt runs/smollm2-135m --show-accepted "Repeat: one two three four"
-
-        cat question.txt | specdec generate --ckpt runs/smollm2-135m -
-    """
-    find_folder(ckpt.expanduser())
-    from draftheads.eval.subject import open_checkpoint
-
-    checkpoint = open_checkpoint(ckpt, overrides)
-    from draftheads.eval.run import silence
-    from draftheads.eval.talk import Ask, talk
-
-    silence()
-    text = _stdin() if prompt == "-" else prompt
-    for name, value in (("the prompt", text), ("--system", system or ""), *(("--stop", s) for s in stop)):
-        if name == "--stop" and not value:
-            raise RecipeError("--stop is empty: every answer would end at once")
-        if not value.isascii() and value != value.encode(errors="replace").decode():
-            raise RecipeError(f"{name} holds bytes that are no UTF-8 text")
-    ask = Ask(text, system, drafter, gamma, max_new_tokens, temperature, top_k, top_p, seed, tuple(stop))
-    found = talk(checkpoint, ask, device=device, show_accepted=show_accepted, silent=as_json)
-    if as_json:
-        print(json.dumps(found, ensure_ascii=False, indent=2))
+# The commands of the decoder are in a file of their own.
+app.command("generate")(generate)
+app.command("tree")(tree)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Predicted speed-up from measured costs, and the draft length that makes the most of them.
 
-    S = tokens of the rounds / Σ over rounds ( γ·c + v(γ+1) + o )          all costs in units of one autoregressive step
+    S = tokens of the rounds / Σ over rounds ( γ·c + v(nodes+1) + o )      all costs in units of one autoregressive step
 
 c is one draft step of a drafter, v(w) a verify forward of w tokens, o what a round costs beside them (accepting, committing, the
 drafter's catching up). The sum runs over recorded rounds rather than over averages, because an n-gram drafter proposes nothing in many
@@ -20,6 +20,7 @@ class RoundLike(Protocol):
     """What the model reads of a round: see inference.requests.RoundStat."""
 
     drafted: int
+    nodes: int
     accepted: int
     source: str
 
@@ -30,7 +31,7 @@ class Costs:
 
     t_ar_s  seconds of one autoregressive step (drafter none)
     v       v[w−1] = verify of w tokens / t_ar; measured at `widths`, interpolated between them
-    c       per source ("head", "ngram"): one draft step / t_ar
+    c       per source ("head", "ngram", …): one draft step / t_ar; 0 for a source that grows a tree
     o       per source: the rest of the round / t_ar
     """
 
@@ -47,11 +48,11 @@ class Costs:
         slope = max(0.0, (self.v[-1] - self.v[0]) / max(1, len(self.v) - 1))
         return self.v[-1] + slope * (width - len(self.v))
 
-    def round(self, source: str, drafted: int) -> float:
-        """Cost of one round in autoregressive steps."""
+    def round(self, source: str, drafted: int, nodes: int | None = None) -> float:
+        """Cost of one round in autoregressive steps: `drafted` tokens on the longest path of a tree of `nodes` drafted ones (None: a chain)."""
         if source == "none":
             return 1.0
-        return drafted * self.c.get(source, 0.0) + self.verify(drafted + 1) + self.o.get(source, 0.0)
+        return drafted * self.c.get(source, 0.0) + self.verify((drafted if nodes is None else nodes) + 1) + self.o.get(source, 0.0)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "v": list(self.v), "c": dict(self.c), "o": dict(self.o), "widths": list(self.widths)}
@@ -78,7 +79,7 @@ def predict(rounds: Iterable[RoundLike], costs: Costs, gamma: Mapping[str, int] 
         limit = r.drafted if gamma is None else gamma.get(r.source, r.drafted)
         drafted = min(r.drafted, limit)
         tokens += 1 + min(r.accepted, limit)
-        spent += costs.round(r.source, drafted)
+        spent += costs.round(r.source, drafted, r.nodes if drafted == r.drafted else drafted)
         count += 1
     return (tokens / spent, tokens / count) if count else (0.0, 0.0)
 

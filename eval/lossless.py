@@ -5,7 +5,8 @@ sampling  Z = Σ (log p(x_t) + H_t) / √ Σ Var_t over all tokens of all rows (
           variance Var_t if x_t was drawn from p
 
 The martingale costs no reference run and sees any bias in log p (a bonus token drawn from the wrong distribution moved it by 10 standard
-deviations in 4k tokens); it misses a bias that keeps the mean of log p, so the χ² tests of the sampling rules stand beside it.
+deviations in 4k tokens); it misses a bias that keeps the mean of log p, so the χ² tests of the sampling rules stand beside it. With a lossy rule
+it says how far the output is from the target's, and accuses nobody.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from draftheads.inference.requests import Sampling
     from draftheads.inference.target import Target
 
 IDENTICAL, TIE, UNEXPLAINED = "identical", "tie", "unexplained"
@@ -68,15 +70,24 @@ def compare(
     return Divergence(TIE if gap <= bound else UNEXPLAINED, at, expected[at], found[at], gap, bound)
 
 
-def target_logits(target: Target, prompt_ids: Sequence[int]) -> Callable[[list[int]], Sequence[float]]:
-    """Next-token logits by one plain causal forward over prompt + prefix: no tree, no earlier cache."""
+def target_logits(target: Target, prompt_ids: Sequence[int], sampling: Sampling) -> Callable[[list[int]], Sequence[float]]:
+    """Next-token logits by one plain causal forward over prompt + prefix (no tree, no earlier cache), processed by what looks at the history."""
     import torch
 
+    from draftheads.heads.tree import DraftTree
+    from draftheads.inference.processors import History, wanted
+
     def after(prefix: list[int]) -> Sequence[float]:
-        ids = torch.tensor([[*prompt_ids, *prefix]], device=target.device)
+        ids_1T = torch.tensor([[*prompt_ids, *prefix]], device=target.device)
         with torch.no_grad():
-            final, _ = target.extend(target.new_cache(1, ids.shape[1]), slice(0, 1), ids)
-            row: list[float] = target.logits(final[:, -1])[0].float().tolist()
+            final_1TD, _ = target.extend(target.new_cache(1, ids_1T.shape[1]), slice(0, 1), ids_1T)
+            logits_11V = target.logits(final_1TD[:, -1:]).float()
+            if wanted(sampling):
+                history = History(1, ids_1T.shape[1], logits_11V.shape[-1], target.eos_ids, sampling, target.device)
+                history.start(0, ids_1T[0, : len(prompt_ids)])
+                history.extend(ids_1T[:, len(prompt_ids) :], torch.tensor([len(prefix)], device=target.device))
+                logits_11V = history.process(logits_11V, DraftTree.chain(ids_1T[:, -1], ids_1T[:, :0]), slice(0, 1))
+            row: list[float] = logits_11V[0, 0].tolist()
         return row
 
     return after

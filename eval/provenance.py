@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from draftheads.eval.subject import parts, tree_text
 from draftheads.eval.work import Evaluation
 from draftheads.inference.drafters.head import HeadDrafter
 from draftheads.recipes.schema import content_hash
@@ -22,15 +23,16 @@ def settings_of(work: Evaluation) -> dict[str, Any]:
         "checkpoint": work.checkpoint.hashes(), "eval": work.section.model_dump(mode="json"), "target": work.target.name,
         "revision": work.target.revision, "template": work.target.template_hash, "device": work.target.device.type,
         "dtype": work.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "tree": tree_text(work.tree),  # a static tree's file may have changed under the same name
         "prompts": [p.id for p in work.prompts], "prompt_tokens": content_hash([p.ids for p in work.prompts]),
     }
 
 
-def provenance_of(work: Evaluation, seconds: float) -> dict[str, Any]:
+def provenance_of(work: Evaluation, rounds_ran: str, seconds: float) -> dict[str, Any]:
     meta, target = work.checkpoint.meta, work.target
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": _versions(), "hardware": _hardware(target.device),
-        "threads": torch.get_num_threads(), "draft weights": _draft_weights(work),
+        "threads": torch.get_num_threads(), "draft weights": _draft_weights(work), "rounds": rounds_ran,
         "target": {"name": target.name, "revision": target.revision, "template_hash": target.template_hash, "packed": target.packed,
                    "attention of the baseline": "draftheads, folded groups", "attention of transformers": "its default"},
         "checkpoint": {"name": work.checkpoint.name, **work.checkpoint.hashes()},
@@ -39,7 +41,7 @@ def provenance_of(work: Evaluation, seconds: float) -> dict[str, Any]:
 
 
 def _draft_weights(work: Evaluation) -> str:
-    heads = [d for d in (*work.drafters.values(), getattr(work.drafters.get("composite"), "second", None)) if isinstance(d, HeadDrafter)]
+    heads = [p for d in work.drafters.values() for p in parts(d) if p.name == HeadDrafter.name and isinstance(p, HeadDrafter)]
     return "no head" if not heads else "int8" if heads[0].int8 else work.dtype
 
 

@@ -61,18 +61,18 @@ def evaluate(
     with locked(folder / ".eval.lock", f"evaluating into {folder}", "give this evaluation another folder: --out DIR"):
         with Progress(quiet=quiet) as progress:
             progress.stage(f"loading {checkpoint.recipe.target.name} and {checkpoint.name}", 1, "models")
-            target = subject.load_target(checkpoint, device=device)
+            target = subject.load_target(checkpoint.recipe.target, device=device)
             room = section.max_new_tokens + SPARE
             prompts = subject.render_prompts(target, chosen, room)
             calibration = calibration_prompts(target, others, checkpoint, prompts, room)
-            drafters = subject.load_drafters(checkpoint, target, section.drafters, section.ngram)
+            drafters = subject.load_drafters(checkpoint, target, section.drafters)
             progress.finish()
             work = Evaluation(checkpoint, section, target, drafters, prompts, calibration, progress)
             settings = settings_of(work)
             journal = Journal(folder / "records.jsonl", settings, fresh=fresh)
             evidence = _gather(work, journal)
             trace = traces(target.tokenizer, prompts, evidence.blocks, evidence.under_test)
-        provenance = provenance_of(work, time.monotonic() - began)
+        provenance = provenance_of(work, evidence.rounds_ran, time.monotonic() - began)
         report = build_report(evidence, settings={**settings, "dropped_prompts": dropped}, provenance=provenance, trace=trace)
         _write(report, folder)
     return Outcome(report, folder)
@@ -99,18 +99,31 @@ def _gather(work: Evaluation, journal: Journal) -> Evidence:
     work.gamma = costs["gamma"]
     run_blocks(work, journal, blocks)
     _run_untimed(work, journal, blocks, untimed, differences)
+    s = work.sampling
+    lossy = None if s.lossy is None else {"rule": s.lossy, "epsilon": s.typical_epsilon, "alpha": s.typical_alpha}
+    drafting = {"tree": subject.tree_text(work.tree), "grown_by": work.grown_by, "copy_first": section.copy_first, "draft_model": section.draft_model}
     return Evidence(
         [blocks[i] for i in sorted(blocks)], list(work.drafters), work.gamma, section.tau_gamma,
         {"temperature": section.temperature, "batch_size": section.batch_size, "device": work.target.device.type, "dtype": work.dtype},
         untimed, differences, Costs.from_json(costs["costs"]) if costs["costs"] else None, costs["gamma_chosen"], costs["predicted"], costs["table"],
-        _expected(work, journal), section.bootstrap, section.seed,
+        _expected(work, journal), section.bootstrap, section.seed, lossy, drafting, _rounds_ran(work, journal),
     )
+
+
+def _rounds_ran(work: Evaluation, journal: Journal) -> str:
+    """How the rounds were executed: as CUDA graphs or eagerly, and why. Of the process that measured, where this one only renders."""
+    if work.target.device.type != "cuda":
+        return f"eager ({work.target.device.type})"
+    if work.decoded:
+        journal.append("rounds", {"ran": work.target.graphs.status})
+        return work.target.graphs.status
+    return next((str(e["ran"]) for e in reversed(journal.of("rounds"))), "unknown")
 
 
 def _run_untimed(work: Evaluation, journal: Journal, blocks: dict[int, Block], untimed: dict[str, list[Completion]],
                  differences: dict[str, list[dict[str, Any]]]) -> None:
-    """The head, and what contains it, with drafts of eval.tau_gamma tokens, unless the timed runs used just these; with sampling every
-    drafter, for the certificate. Greedy outputs are compared with none's of the timed runs."""
+    """The head, and what contains it, with drafts of eval.tau_gamma tokens, unless the timed runs used just these or a tree; with sampling
+    every drafter, for the certificate. Greedy outputs are compared with none's of the timed runs."""
     sampled = work.sampling.temperature > 0
     wanted: dict[str, dict[str, int]] = {}
     for name in work.drafters:
@@ -122,6 +135,7 @@ def _run_untimed(work: Evaluation, journal: Journal, blocks: dict[int, Block], u
     expected = {c.request.id: c.tokens for b in blocks.values() if "none" in b.runs for c in b.runs["none"].completions}
     work.progress.stage(f"acceptance at γ = {work.section.tau_gamma}", len(wanted) * len(work.prompts) * work.section.max_new_tokens)
     for name, gamma in wanted.items():
+        work.forget()  # or a suffix drafter would recite what the timed runs wrote
         timed = work.decode_untimed(name, work.prompts, gamma, work.limits(), certificate=sampled)
         untimed[name], differences[name] = timed.completions, []
         if not sampled:

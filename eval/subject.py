@@ -15,18 +15,20 @@ import torch
 
 from draftheads.data.conversations import Conversation, read_prompts
 from draftheads.data.template import encode, render
-from draftheads.eval.checkpoints import find_folder
-from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta, run_folder, stored_recipe
-from draftheads.inference.drafters.base import Drafter
+from draftheads.heads.checkpoint import HeadMeta, read_meta, run_folder, stored_recipe
+from draftheads.inference.checkpoints import find_folder
+from draftheads.inference.drafters.base import Drafter, Plan
+from draftheads.inference.drafters.choose import choose
 from draftheads.inference.drafters.composite import Composite
-from draftheads.inference.drafters.head import HeadDrafter
+from draftheads.inference.drafters.draft_model import DraftModelDrafter
 from draftheads.inference.drafters.ngram import NgramDrafter
-from draftheads.inference.drafters.none import NoDrafter
+from draftheads.inference.drafters.suffix import SuffixDrafter
 from draftheads.inference.int8 import can_int8
-from draftheads.inference.requests import Request
+from draftheads.inference.requests import Request, Sampling
+from draftheads.inference.shapes import Dynamic, Sampled, Shape, parse_shape
 from draftheads.inference.target import Target
 from draftheads.recipes.files import sha256_file
-from draftheads.recipes.schema import EvalSection, NgramSection, Recipe, RecipeError, apply_override, validate
+from draftheads.recipes.schema import EvalSection, Recipe, RecipeError, TargetSection, apply_override, validate
 
 
 @dataclass
@@ -58,9 +60,13 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
         apply_override(raw, item)
     if isinstance(raw.get("eval") or {}, dict):
         raw["eval"] = {**(raw.get("eval") or {}), **(options or {})}
+        drafters = raw["eval"].get("drafters", list(EvalSection().drafters))
+        if "draft_model" in (options or {}) and "drafters" not in (options or {}) and "draft_model" not in drafters:
+            raw["eval"]["drafters"] = [*drafters, "draft_model"]
     recipe: Recipe = validate(Recipe, raw, f"recipe of {folder}")
     if recipe.eval.gamma != "auto" and recipe.eval.gamma < 1:
         raise RecipeError(f"eval.gamma is {recipe.eval.gamma}; wanted 'auto' or a draft length of at least 1")
+    parse_shape(recipe.eval.tree)
     return Checkpoint(folder, run_folder(folder), meta, recipe)
 
 
@@ -126,43 +132,82 @@ def request(prompt: Prompt, seed: int) -> Request:
 # ---- target and drafters
 
 
-def load_target(checkpoint: Checkpoint, *, device: str | None = None) -> Target:
-    section = checkpoint.recipe.target
+def load_target(section: TargetSection, *, device: str | None = None) -> Target:
     return Target.load(
         section.name, revision=section.revision, dtype=section.dtype, device=device, trust_remote_code=section.trust_remote_code,
         chat_template=section.chat_template, geometry=section.geometry,
     )
 
 
-def load_drafters(checkpoint: Checkpoint, target: Target, names: Sequence[str], ngram: NgramSection) -> dict[str, Drafter]:
+def load_drafters(checkpoint: Checkpoint, target: Target, names: Sequence[str]) -> dict[str, Drafter]:
     """The named drafters, ready for decode(); head and composite share one head (only one of them decodes at a time)."""
-    head: HeadDrafter | None = None
-    if "head" in names or "composite" in names:
-        module, _ = load_head(checkpoint.folder, geometry=target.geometry, template_hash=target.template_hash)
-        head = HeadDrafter(module, target, int8=_int8(checkpoint.recipe.eval.draft_weights, target))
+    section = checkpoint.recipe.eval
+    head = choose(checkpoint.folder, target, int8=int8(section, target)) if {"head", "composite"} & set(names) else None
     found: dict[str, Drafter] = {}
     for name in dict.fromkeys(names):
-        if name == "none":
-            found[name] = NoDrafter()
-        elif name == "ngram":
-            found[name] = NgramDrafter(ngram.min_match, ngram.max_match)
-        elif head is not None:
-            found[name] = head if name == "head" else Composite(NgramDrafter(ngram.min_match, ngram.max_match), head)
+        if name == "head" and head is not None:
+            found[name] = head
+        elif name == "composite":
+            found[name] = choose(head, target, copy_first=section.copy_first, **copying(section))
+        elif name == "draft_model":
+            found[name] = choose(section.draft_model, target)
+            if not isinstance(found[name], DraftModelDrafter):
+                raise RecipeError(f"eval.draft_model is {section.draft_model!r}, which names no model; wanted a Hub id, folder or named target")
+        else:
+            found[name] = choose(name, target, **copying(section))
     return found
 
 
-def _int8(wanted: str, target: Target) -> bool:
+def copying(section: EvalSection) -> dict[str, Any]:
+    """What `choose` wants to know about copying drafters: {"ngram": arguments, "suffix": arguments}."""
+    return {"ngram": section.ngram.model_dump(), "suffix": {k: v for k, v in section.suffix.model_dump().items() if v is not None}}
+
+
+def sampling(section: EvalSection) -> Sampling:
+    return Sampling(section.temperature, section.top_k, section.top_p, section.min_p, section.repetition_penalty, section.no_repeat_ngram_size,
+                    section.min_new_tokens, section.lossy)
+
+
+def int8(section: EvalSection, target: Target) -> bool:
     """On CPUs a draft step in int8 costs a fraction and loses hardly an acceptance (benchmarks/RESULTS.md); the output is the target's anyway."""
+    wanted = section.draft_weights
     able = target.device.type == "cpu" and target.dtype == torch.float32 and can_int8()
     if wanted == "int8" and not able:
         raise RecipeError("eval.draft_weights int8 wants a float32 target on a CPU with torch's quantised operators; use float32")
     return able and wanted != "float32"
 
 
-def set_gamma(drafter: Drafter, gamma: dict[str, int]) -> int:
-    """Set the drafter's own draft lengths, and return what Plan.gamma must be: the head's (or the n-gram's, if there is no head)."""
-    if isinstance(drafter, NgramDrafter):
-        drafter.gamma = gamma.get("ngram")
-    if isinstance(drafter, Composite) and isinstance(drafter.first, NgramDrafter):
-        drafter.first.gamma = gamma.get("ngram")
-    return gamma.get("head", gamma.get("ngram", 1))
+# ---- how much they draft
+
+
+def parts(drafter: Drafter) -> tuple[Drafter, ...]:
+    """A composite's drafters, or the drafter itself. Their names are the sources that rounds speak of."""
+    return drafter.drafters if isinstance(drafter, Composite) else (drafter,)
+
+
+def has_length(source: str, tree: Shape | None) -> bool:
+    """Whether a source drafts as many tokens as it is told, rather than a tree (a suffix drafter grows Dynamic ones only)."""
+    return tree is None or source == "ngram" or (source == "suffix" and not isinstance(tree, Dynamic))
+
+
+def make_plan(drafter: Drafter, gamma: dict[str, int], tree: Shape | None = None) -> Plan:
+    """gamma {source: draft length} as a Plan; copying drafters keep theirs themselves. Sources without a length grow the tree, if they can."""
+    chains, grows = [], False
+    for part in parts(drafter):
+        if isinstance(part, NgramDrafter | SuffixDrafter):
+            part.gamma = gamma.get(part.name)
+        elif part.name in gamma:
+            chains.append(gamma[part.name])
+        grows = grows or (part.name not in (*gamma, "none") and not has_length(part.name, tree))
+    return Plan(chains[0] if chains else max(gamma.values(), default=1), tree=tree if grows and not chains else None)
+
+
+def tree_text(tree: Shape | None) -> str | None:
+    """What parse_shape reads, whole: of a static tree from a file its paths."""
+    if tree is None:
+        return None
+    if isinstance(tree, Dynamic):
+        return f"dynamic:depth={tree.depth},top_k={tree.top_k},nodes={tree.nodes}"
+    if isinstance(tree, Sampled):
+        return "sampled:" + ",".join(map(str, tree.widths))
+    return "static:" + ";".join(",".join(map(str, path)) for path in tree.ordered)

@@ -17,6 +17,7 @@ from draftheads.eval.cost_model import Costs, predict
 from draftheads.eval.lossless import IDENTICAL, MAX_Z, TIE, UNEXPLAINED
 from draftheads.eval.records import TRANSFORMERS, Block
 from draftheads.eval.stats import Throughput, ratio_interval
+from draftheads.eval.verdict import verdict
 from draftheads.inference import metrics
 from draftheads.inference.requests import Completion, RoundStat
 
@@ -25,17 +26,19 @@ SCHEMA_VERSION = 1
 SPEED_LIMIT = 1.02
 # A bootstrap over a handful of prompts gives too narrow an interval to accuse anybody.
 FEWEST_PROMPTS = 6
+UNDER_TEST = ("composite", "head", "mtp", "draft_model", "suffix", "ngram", "none")
 RULE = (
     "Greedy: outputs are compared token by token with drafter none's, and on their share of the prompts with transformers' generate. A first "
     "difference at which both tokens' logits, recomputed by one plain forward, are within the bound of the top logit (1e-3 in fp32) is a tie; "
     "any other is unexplained. Sampling: |z| of the martingale Σ(log p + H)/√ΣVar must stay within 4."
 )
+LOSSY_RULE = " Accepted was by a lossy rule, which is exact at temperature 0 only: with sampling z is shown, and nothing is claimed."
 
 
 @dataclass
 class Evidence:
     """Everything a report is made of. untimed: completions at tau_gamma per drafter; untimed_differences: between these and none's.
-    gamma: {drafter: {source: γ}} of the timed runs."""
+    gamma: {drafter: {source: γ}} of the timed runs. lossy, drafting: as in the report's schema. rounds_ran: CUDA graphs, or eagerly and why."""
 
     blocks: list[Block]
     drafters: list[str]
@@ -51,10 +54,13 @@ class Evidence:
     expected: dict[str, Any] | None = None
     bootstrap: int = 2000
     seed: int = 0
+    lossy: dict[str, Any] | None = None
+    drafting: dict[str, Any] = field(default_factory=dict)
+    rounds_ran: str = ""
 
     @property
     def under_test(self) -> str:
-        return next(name for name in ("composite", "head", "ngram", "none") if name in self.drafters)
+        return next(name for name in UNDER_TEST if name in self.drafters)
 
 
 def build_report(
@@ -71,9 +77,10 @@ def build_report(
     advice = {c: advise({n: d["by_category"][c] for n, d in by_drafter.items()}) for c in categories}
     advice["all"] = advise(by_drafter)
     losslessness = _losslessness(evidence)
-    problems = find_problems(by_drafter, losslessness, evidence.setting["batch_size"])
+    problems = find_problems(by_drafter, losslessness, evidence.setting["batch_size"], lossy=evidence.lossy is not None)
     report = {
         "schema_version": SCHEMA_VERSION, "kind": "draftheads-eval", "ok": not problems, "problems": problems, "verdict": "", "drafter": tested,
+        "lossy": evidence.lossy, "drafting": {"tree": None, "grown_by": [], "copy_first": "ngram", "draft_model": None} | evidence.drafting,
         "summary": summary, "by_category": by_drafter[tested]["by_category"], "by_drafter": by_drafter,
         "at_tau_gamma": _at_tau_gamma(evidence), "expected": _expected(evidence), "cost_model": _cost_model(evidence, by_drafter),
         "advice": advice, "losslessness": losslessness, "trace": trace or [], "definitions": definitions(), "settings": settings,
@@ -111,7 +118,8 @@ def metric_set(evidence: Evidence, drafter: str, blocks: Sequence[Block]) -> dic
         "speedup": speed.value, "speedup_ci95": speed.pair, "speedup_vs_transformers": against.value,
         "speedup_vs_transformers_ci95": against.pair, "tokens_per_s": own.per_s, "baseline_tokens_per_s": base.per_s,
         "transformers_tokens_per_s": theirs.per_s, "baseline_vs_transformers": _ratio(base_shared, theirs, evidence).value,
-        "lossless": lossless(evidence, drafter, blocks), "gamma": evidence.gamma.get(drafter, {}), **evidence.setting,
+        "lossless": lossless(evidence, drafter, blocks), "gamma": evidence.gamma.get(drafter, {}),
+        "tree": evidence.drafting.get("tree") if drafter in evidence.drafting.get("grown_by", ()) else None, **evidence.setting,
     }
 
 
@@ -127,8 +135,10 @@ def _ratio(top: Throughput, bottom: Throughput, evidence: Evidence) -> Any:
 
 
 def lossless(evidence: Evidence, drafter: str, blocks: Sequence[Block]) -> bool | None:
-    """None when nothing was compared (drafter none alone, or sampling without a certificate)."""
+    """None when nothing was compared (drafter none alone, or sampling without a certificate), or nothing is claimed (sampling by a lossy rule)."""
     if evidence.setting["temperature"] > 0:
+        if evidence.lossy is not None:
+            return None
         z = metrics.martingale_z(evidence.untimed.get(drafter, []))
         return None if math.isnan(z) else abs(z) <= MAX_Z
     ids = {i for b in blocks for i in b.ids}
@@ -147,18 +157,18 @@ def _losslessness(evidence: Evidence) -> dict[str, Any]:
             listed.append(d)
     sampled = evidence.setting["temperature"] > 0
     z = {name: metrics.martingale_z(rows) for name, rows in evidence.untimed.items()} if sampled else {}
-    return {"rule": RULE, "pairs": pairs, "divergences": listed, "z": z}
+    return {"rule": RULE + (LOSSY_RULE if evidence.lossy else ""), "pairs": pairs, "divergences": listed, "z": z}
 
 
-def find_problems(by_drafter: Mapping[str, Mapping[str, Any]], losslessness: Mapping[str, Any], batch_size: int) -> list[str]:
-    """What must not be: an unexplained divergence, a z-score beyond ±4, or (batch 1, at least 6 prompts) a speed-up whose lower end exceeds
-    τ · 1.02."""
+def find_problems(by_drafter: Mapping[str, Mapping[str, Any]], losslessness: Mapping[str, Any], batch_size: int, *, lossy: bool = False) -> list[str]:
+    """What must not be: an unexplained divergence, a z-score beyond ±4 (unless the rule is lossy), or (batch 1, at least 6 prompts) a speed-up
+    whose lower end exceeds τ · 1.02."""
     problems = []
     for pair, counts in losslessness["pairs"].items():
         if counts[UNEXPLAINED]:
             problems.append(f"{pair}: {counts[UNEXPLAINED]} output(s) differ without a tie to explain it")
     for name, z in losslessness["z"].items():
-        if z is not None and not math.isnan(z) and abs(z) > MAX_Z:
+        if not lossy and z is not None and not math.isnan(z) and abs(z) > MAX_Z:
             problems.append(f"{name}: z = {z:.1f}; its samples are not the target's")
     for name, figures in by_drafter.items():
         interval, tau = figures["speedup_ci95"], figures["tau"]
@@ -171,6 +181,8 @@ def find_problems(by_drafter: Mapping[str, Mapping[str, Any]], losslessness: Map
 def _at_tau_gamma(evidence: Evidence) -> dict[str, Any]:
     found = {}
     for name in evidence.drafters:
+        if name in evidence.drafting.get("grown_by", ()):
+            continue
         rows = evidence.untimed.get(name)
         if rows is None and name != "none" and set(evidence.gamma.get(name, {}).values()) == {evidence.tau_gamma}:
             rows = [c for b in evidence.blocks for c in b.runs[name].completions]
@@ -213,45 +225,6 @@ def _cost_model(evidence: Evidence, by_drafter: Mapping[str, Mapping[str, Any]])
 def trimmed(rounds: Iterable[RoundStat]) -> list[RoundStat]:
     """Rounds whose `accepted` counts only what was emitted: tokens after the end of an answer earn no speed-up."""
     return [RoundStat(r.drafted, r.nodes, min(r.accepted, max(r.emitted - 1, 0)), r.emitted, r.source) for r in rounds]
-
-
-NAMES = {"none": "no drafts", "ngram": "the n-gram drafter", "head": "the draft head", "composite": "n-gram first, else the head"}
-
-
-def verdict(report: Mapping[str, Any]) -> str:
-    """The result in one or two sentences; what is wrong comes first."""
-    s, name = report["summary"], report["drafter"]
-    if not report["ok"]:
-        return "This evaluation failed: " + "; ".join(report["problems"]) + "."
-    if s["speedup"] is None:
-        return f"Drafter {name}: τ = {number(s['tau'])} tokens per round; no speed-up was measured." + _lossless_sentence(report)
-    low_high = f" (95 % interval {s['speedup_ci95'][0]:.2f} to {s['speedup_ci95'][1]:.2f})" if s["speedup_ci95"] else ""
-    if s["speedup_ci95"] and s["speedup_ci95"][0] > 1:
-        head = f"Decoding is {s['speedup']:.2f}× as fast"
-    elif s["speedup"] >= 1:
-        head = f"No proven gain: decoding is {s['speedup']:.2f}× as fast"
-    else:
-        head = f"Drafting does not pay here: decoding is {s['speedup']:.2f}× as fast"
-    kind = f" with drafter {name} ({NAMES[name]})" if name in NAMES else ""
-    against = f", {s['speedup_vs_transformers']:.2f}× transformers' generate" if s["speedup_vs_transformers"] else ""
-    return f"{head}{kind} as without drafts{low_high}{against}; τ = {number(s['tau'])} tokens per round." + _lossless_sentence(report)
-
-
-def _lossless_sentence(report: Mapping[str, Any]) -> str:
-    s = report["summary"]
-    if s["lossless"] is None:
-        return ""
-    if s["temperature"] > 0:
-        return f" Sampling is lossless by its martingale (z = {report['losslessness']['z'].get(report['drafter'], float('nan')):.2f})."
-    counts = report["losslessness"]["pairs"].get(f"none/{report['drafter']}")
-    if counts is None:
-        return ""
-    ties = f", {counts[TIE]} differ at a numerical tie" if counts[TIE] else ""
-    return f" The output is the target's own: {counts[IDENTICAL]} of {sum(counts.values())} answers are identical token for token{ties}."
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None or (isinstance(value, float) and math.isnan(value)) else f"{value:.{digits}f}"
 
 
 def schema() -> dict[str, Any]:

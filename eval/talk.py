@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,39 +14,42 @@ from draftheads.eval import subject
 from draftheads.eval.report.tables import figure
 from draftheads.inference import metrics
 from draftheads.inference.decode import decode
-from draftheads.inference.drafters.base import Plan
+from draftheads.inference.drafters.base import Drafter
+from draftheads.inference.drafters.choose import choose
 from draftheads.inference.requests import Limits, Request, Sampling
+from draftheads.inference.sampling import check
+from draftheads.inference.shapes import Shape
+from draftheads.inference.target import Target
 from draftheads.inference.text import TextStream
-from draftheads.recipes.schema import RecipeError
-
-DRAFTERS = ("none", "ngram", "head", "composite")
+from draftheads.recipes.schema import Recipe, RecipeError
 
 
 @dataclass(frozen=True)
 class Ask:
+    """draft, copy_first: as `choose` takes them, draft "head" being the checkpoint's own head. gamma: draft length of what does not copy."""
+
     text: str
     system: str | None = None
-    drafter: str = "composite"
+    draft: str = "head"
+    copy_first: str | None = None
     gamma: int = 4
+    tree: Shape | None = None
     max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     stop: tuple[str, ...] = ()
 
 
-def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_accepted: bool, silent: bool) -> dict[str, Any]:
-    """Decode and print; returns {"text", "tokens", "tau", "tokens_per_s", …}."""
-    if ask.drafter not in DRAFTERS:
-        raise RecipeError(f"--drafter is {ask.drafter!r}; wanted one of {', '.join(DRAFTERS)}")
+def talk(recipe: Recipe, folder: Path | None, ask: Ask, *, device: str | None, show_accepted: bool, silent: bool) -> dict[str, Any]:
+    """Decode and print; returns {"text", "tokens", "tau", "tokens_per_s", …}. folder: of the head's checkpoint, None if there is none."""
     if not ask.text.strip():
         raise RecipeError("the prompt is empty")
-    target = subject.load_target(checkpoint, device=device)
-    section = checkpoint.recipe.eval
-    drafter = subject.load_drafters(checkpoint, target, [ask.drafter], section.ngram)[ask.drafter]
-    lengths = {"ngram": section.ngram.gamma} | ({"head": ask.gamma} if ask.drafter != "ngram" else {})
-    gamma = subject.set_gamma(drafter, lengths)
+    check(ask.sampling)
+    target = subject.load_target(recipe.target, device=device)
+    drafter = load_drafter(recipe, folder, target, ask)
+    lengths = {p.name: ask.gamma for p in subject.parts(drafter) if subject.has_length(p.name, ask.tree)}
+    lengths |= {name: given.gamma for name, given in (("ngram", recipe.eval.ngram), ("suffix", recipe.eval.suffix)) if name in lengths}
+    plan = subject.make_plan(drafter, lengths, ask.tree)
     system = [] if ask.system is None else [{"role": "system", "content": ask.system}]
     messages = [*system, {"role": "user", "content": ask.text}]
     ids = tuple(render(target.tokenizer, messages, add_generation_prompt=True))
@@ -53,7 +57,7 @@ def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_a
     writer = Writer(TextStream(target.tokenizer, ask.stop), show_accepted=show_accepted, silent=silent)
     request = Request("prompt", ids, seed=ask.seed)
     done = None
-    for r in decode(target, drafter, [request], Sampling(ask.temperature, ask.top_k, ask.top_p), limits, plan=Plan(gamma=gamma)):
+    for r in decode(target, drafter, [request], ask.sampling, limits, plan=plan):
         writer.write(r.new_tokens.get("prompt", []), r.accepted.get("prompt", 0))
         done = next(iter(r.finished), done)
     writer.close()
@@ -61,14 +65,24 @@ def talk(checkpoint: subject.Checkpoint, ask: Ask, *, device: str | None, show_a
         raise RecipeError(done.error if done is not None and done.error else "nothing was decoded")
     tau = metrics.tau(done.rounds) if done.rounds else None
     speed = (len(done.tokens) - 1) / done.decode_s if done.decode_s else None
+    name = " + ".join(p.name for p in subject.parts(drafter))
     if not silent:
         where = target.device.type + (f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else "")
-        note = f"{len(done.tokens)} tokens, {done.finish_reason}; τ {figure(tau)}, {figure(speed, 1)} tokens/s, drafter {ask.drafter} ({where})"
-        print(note, file=sys.stderr)
+        note = f"{len(done.tokens)} tokens, {done.finish_reason}; τ {figure(tau)}, {figure(speed, 1)} tokens/s, drafter {name} ({where})"
+        lossy = f"; LOSSY ({ask.sampling.lossy} acceptance): not a draw from the target" if ask.sampling.lossy and ask.sampling.temperature else ""
+        print(note + lossy, file=sys.stderr)
     return {
-        "text": writer.text, "tokens": done.tokens, "finish_reason": done.finish_reason, "tau": tau, "tokens_per_s": speed,
-        "rounds": [{"source": r.source, "drafted": r.drafted, "accepted": r.accepted, "emitted": r.emitted} for r in done.rounds],
+        "text": writer.text, "tokens": done.tokens, "finish_reason": done.finish_reason, "tau": tau, "tokens_per_s": speed, "drafter": name,
+        "tree": subject.tree_text(plan.tree), "lossy": ask.sampling.lossy,
+        "rounds": [{"source": r.source, "drafted": r.drafted, "nodes": r.nodes, "accepted": r.accepted, "emitted": r.emitted} for r in done.rounds],
     }
+
+
+def load_drafter(recipe: Recipe, folder: Path | None, target: Target, ask: Ask) -> Drafter:
+    if ask.draft == "head" and folder is None:
+        raise RecipeError("--draft head is the checkpoint's own head: give the checkpoint, --ckpt DIR")
+    draft = folder if ask.draft == "head" else ask.draft
+    return choose(draft, target, copy_first=ask.copy_first, int8=subject.int8(recipe.eval, target), **subject.copying(recipe.eval))
 
 
 class Writer:

@@ -1,59 +1,66 @@
 """The library's front door: `generate` for a list of prompts, `SpeculativeDecoder` to keep a target and a drafter and to stream.
 
-    generate("smollm2-135m", prompts=["The capital of France is"], draft="ngram")
+    generate("smollm2-135m", prompts=["The capital of France is"], draft="suffix")
     for piece in SpeculativeDecoder.from_checkpoint("runs/smollm2-135m/ckpt/final").stream([{"role": "user", "content": "Hi"}]): …
+
+What a draft may be: drafters/choose.py. What a tree may be: shapes.py.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta, stored_recipe
+from draftheads.heads.checkpoint import HeadMeta, read_meta, stored_recipe
+from draftheads.inference.checkpoints import find_folder
 from draftheads.inference.decode import complete, decode
-from draftheads.inference.drafters.base import Drafter, Plan
-from draftheads.inference.drafters.composite import Composite
-from draftheads.inference.drafters.head import HeadDrafter
-from draftheads.inference.drafters.ngram import NgramDrafter
-from draftheads.inference.drafters.none import NoDrafter
+from draftheads.inference.drafters.base import Plan
+from draftheads.inference.drafters.choose import COPIED, Draft, choose
+from draftheads.inference.options import refuse_unknown, resolve
 from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
 from draftheads.inference.rows import refusal
+from draftheads.inference.shapes import Shape, parse_shape
 from draftheads.inference.target import Target
 from draftheads.inference.text import TextStream, final_text
-from draftheads.recipes.files import existing_folder
 from draftheads.recipes.schema import RecipeError
 
 # Text as it is, a chat (the template is applied, with a generation prompt), or token ids.
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
-Draft = str | os.PathLike[str] | Drafter | None
 
 
 class SpeculativeDecoder:
     """A target and a drafter, ready to complete or stream prompts.
 
-    `rounds` of the last `stream` are in `last` (a Completion) when it has ended.
+    drafter: a Drafter, or whatever `generate` takes as draft. gamma: length of a chain. tree: a Shape or its text, for drafters that can grow one.
+    The last `stream`'s Completion is in `last` when it has ended.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, *, gamma: int = 4) -> None:
-        self.target, self.drafter, self.plan = target, drafter if drafter is not None else NoDrafter(), Plan(gamma)
+    def __init__(self, target: Target, drafter: Draft = None, *, copy_first: str | None = None, draft_tokenizer: Any = None, gamma: int = 4,
+                 tree: Shape | str | None = None) -> None:
+        if gamma < 1:
+            raise RecipeError(f"gamma is {gamma}, it must be at least 1")
+        self.target = target
+        self.plan = Plan(gamma, tree=parse_shape(tree) if isinstance(tree, str) else tree)
+        copied = {} if copy_first is None else {"gamma": max(gamma, COPIED)}  # alone, copying is as long as the plan's gamma
+        self.drafter = choose(drafter, target, copy_first=copy_first, draft_tokenizer=draft_tokenizer, ngram=copied, suffix=copied)
         self.last: Completion | None = None
 
     @classmethod
-    def from_checkpoint(cls, folder: str | os.PathLike[str], target: Target | None = None, *, gamma: int = 4,
-                        ngram: bool = True, chat_template: str | os.PathLike[str] | None = None) -> SpeculativeDecoder:
-        """A checkpoint folder (or a run folder: its ckpt/final) names its target; n-gram copying first unless ngram=False.
+    def from_checkpoint(cls, folder: str | os.PathLike[str], target: Target | None = None, *, copy_first: str | None = "ngram", gamma: int = 4,
+                        tree: Shape | str | None = None, chat_template: str | os.PathLike[str] | None = None) -> SpeculativeDecoder:
+        """A checkpoint folder (or a run folder: its ckpt/final) names its target; copying from the context goes first unless copy_first=None.
 
         chat_template: path of the jinja file that the head was trained with, where its tokenizer has none and the run's recipe is not here.
         """
-        folder = _checkpoint(Path(folder))
+        folder = find_folder(Path(folder).expanduser())
         if target is None:
             meta = read_meta(folder)
             target = Target.load(meta.target, revision=meta.revision, geometry=meta.geometry, chat_template=_template(folder, meta, chat_template))
-        head, _ = load_head(folder, geometry=target.geometry, template_hash=target.template_hash)
-        drafter: Drafter = HeadDrafter(head, target)
-        return cls(target, Composite(NgramDrafter(gamma=max(gamma, 8)), drafter) if ngram else drafter, gamma=gamma)
+        return cls(target, folder, copy_first=copy_first, gamma=gamma, tree=tree)
 
     def complete(self, prompts: Sequence[Prompt], sampling: Sampling | None = None, limits: Limits | None = None, *, seed: int = 0,
                  batch_size: int = 1) -> list[Completion]:
@@ -98,32 +105,60 @@ def generate(
     prompts: Sequence[Prompt] = (),
     *,
     draft: Draft = None,
+    draft_tokenizer: Any = None,
+    copy_first: str | None = None,
     gamma: int = 4,
-    ngram_first: bool = False,
-    max_new_tokens: int = 128,
+    tree: Shape | str | None = None,
+    max_new_tokens: int | None = None,
     max_len: int | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop_strings: Sequence[str] = (),
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    no_repeat_ngram_size: int | None = None,
+    min_new_tokens: int | None = None,
+    lossy: str | None = None,
+    typical_epsilon: float | None = None,
+    typical_alpha: float | None = None,
+    stop_strings: Sequence[str] | None = None,
+    generation_config: Any = None,
     seed: int = 0,
     batch_size: int = 1,
     return_completions: bool = False,
+    **unknown: Any,
 ) -> list[str] | list[Completion]:
-    """Complete prompts losslessly, faster where drafts are accepted.
+    """Complete prompts losslessly (unless `lossy`), faster where drafts are accepted. Returns texts, or Completions.
 
-    model: a transformers causal LM (with its tokenizer), a Target, or a name for Target.load. draft: None (autoregressive), "ngram", the
-    folder of a checkpoint, or a Drafter; ngram_first puts n-gram copying before a head. Text prompts are continued as they are; a list of
-    {"role", "content"} goes through the chat template. max_len None: what the longest prompt needs. Returns texts, or Completions.
+    model        a transformers causal LM (with its tokenizer), a Target, or a name for Target.load
+    prompts      texts, continued as they are; chats (lists of {"role", "content"}), through the chat template; or lists of token ids
+    draft        None (autoregressive), "ngram", "suffix", "mtp", the folder of a checkpoint or a run, a smaller model (folder, name, or a
+                 transformers model; draft_tokenizer: None is the target's), or a Drafter
+    copy_first   "ngram" or "suffix": copying goes before a head or a model, which drafts where there is nothing to copy
+    gamma, tree  tokens of a chain; or a tree, e.g. "dynamic:depth=5,top_k=8,nodes=24" (shapes.py), for drafters that can grow one
+    generation_config  a transformers GenerationConfig: its values where no argument says otherwise; what cannot be honoured is refused by
+                 name. Without it the model's own generation_config counts for its end tokens only
+
+    Sampling options: requests.Sampling has their meaning and defaults (temperature 0: greedy). max_new_tokens: 128. max_len: prompt and new
+    tokens; None is what the longest prompt needs. Row i draws with seed + i. RecipeError, one line, before generation for anything that is wrong.
     """
+    refuse_unknown(unknown, [name for name in inspect.signature(generate).parameters if name != "unknown"])
     if isinstance(prompts, str):
         raise RecipeError("generate: prompts is a list; put a single prompt in one")
+    options = resolve(
+        {"max_new_tokens": max_new_tokens, "max_len": max_len, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+         "repetition_penalty": repetition_penalty, "no_repeat_ngram_size": no_repeat_ngram_size, "min_new_tokens": min_new_tokens, "lossy": lossy,
+         "typical_epsilon": typical_epsilon, "typical_alpha": typical_alpha, "stop_strings": stop_strings}, generation_config)
     target = _target(model, tokenizer)
-    decoder = _decoder(target, draft, gamma, ngram_first)
-    if max_len is None:
-        max_len = max((len(encode(target, p)) for p in prompts), default=0) + max_new_tokens
-    limits = Limits(max_new_tokens, max_len, tuple(stop_strings))
-    done = decoder.complete(prompts, Sampling(temperature, top_k, top_p), limits, seed=seed, batch_size=batch_size)
+    if options.eos_ids is not None and options.eos_ids != target.eos_ids:
+        target = copy.copy(target)
+        target.eos_ids = options.eos_ids
+    decoder = SpeculativeDecoder(target, draft, copy_first=copy_first, draft_tokenizer=draft_tokenizer, gamma=gamma, tree=tree)
+    longest = options.max_len
+    if longest is None:
+        longest = max((len(encode(target, p)) for p in prompts), default=0) + options.max_new_tokens
+    limits = Limits(options.max_new_tokens, longest, options.stop_strings)
+    done = decoder.complete(prompts, options.sampling, limits, seed=seed, batch_size=batch_size)
     return done if return_completions else [c.text or "" for c in done]
 
 
@@ -146,23 +181,9 @@ def _target(model: Any, tokenizer: Any) -> Target:
         return Target.load(str(model))
     if tokenizer is None:
         raise RecipeError("generate: a transformers model needs its tokenizer: generate(model, tokenizer, prompts=[…])")
+    if model.get_input_embeddings().weight.is_meta:
+        raise RecipeError("generate: the model's embeddings are offloaded; keep them in memory (device_map={\"model.embed_tokens\": …})")
     return Target.from_model(model, tokenizer)
-
-
-def _decoder(target: Target, draft: Draft, gamma: int, ngram_first: bool) -> SpeculativeDecoder:
-    if draft is None or isinstance(draft, Drafter):
-        return SpeculativeDecoder(target, draft, gamma=gamma)
-    if draft == "ngram":
-        return SpeculativeDecoder(target, NgramDrafter(), gamma=gamma)
-    if not Path(draft).is_dir():
-        raise RecipeError(f"generate: draft is {str(draft)!r}; it must be None, 'ngram', a checkpoint folder, or a Drafter")
-    return SpeculativeDecoder.from_checkpoint(draft, target, gamma=gamma, ngram=ngram_first)
-
-
-def _checkpoint(folder: Path) -> Path:
-    """The folder itself, or a run folder's final checkpoint."""
-    final = existing_folder(folder / "ckpt" / "final")
-    return final if final.is_dir() else folder
 
 
 def _template(folder: Path, meta: HeadMeta, given: str | os.PathLike[str] | None) -> str | None:

@@ -117,15 +117,30 @@ class TrainSection(Section):
 
 
 class NgramSection(Section):
-    min_match: int = Field(2, ge=1)
-    max_match: int = Field(5, ge=1)
+    prompt_lookup_min: int = Field(2, ge=1)
+    prompt_lookup_max: int = Field(5, ge=1)
     gamma: int = Field(8, ge=1, description="tokens copied per round")
 
     @model_validator(mode="after")
     def _sizes(self) -> NgramSection:
-        if self.min_match > self.max_match:
-            raise ValueError(f"min_match {self.min_match} is more than max_match {self.max_match}")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} is more than prompt_lookup_max {self.prompt_lookup_max}")
         return self
+
+
+class SuffixSection(Section):
+    """Named as the arguments of inference/drafters/suffix.py, which says what they do."""
+
+    max_tree_depth: int = Field(48, ge=2)
+    max_cached_requests: int = Field(10000, ge=0)
+    max_spec_factor: float = Field(2.0, gt=0)
+    min_token_prob: float = Field(0.1, ge=0, le=1)
+    min_score: float | None = Field(None, ge=0, description="None: 0 alone, 2 before another drafter")
+    max_cached_tokens: int = Field(131072, ge=1)
+    gamma: int = Field(8, ge=1, description="tokens copied per round")
+
+
+DRAFTERS = Literal["none", "ngram", "suffix", "head", "composite", "draft_model", "mtp"]
 
 
 class EvalSection(Section):
@@ -133,18 +148,34 @@ class EvalSection(Section):
     per_category: int | None = Field(None, ge=1)
     categories: list[str] | None = Field(None, min_length=1)
     max_new_tokens: int = Field(96, ge=1)
-    drafters: list[Literal["none", "ngram", "head", "composite"]] = Field(["none", "ngram", "head", "composite"], min_length=1)
+    drafters: list[DRAFTERS] = Field(["none", "ngram", "head", "composite"], min_length=1)
+    draft_model: str | None = Field(None, description="drafter draft_model: Hub id, folder or named target of a smaller model")
+    copy_first: Literal["ngram", "suffix"] = Field("ngram", description="drafter composite: what copies before the head drafts")
+    tree: str = Field("chain", description="what head, draft_model, mtp (and suffix, if dynamic) grow; see inference/shapes.py")
     gamma: int | Literal["auto"] = Field("auto", description="draft length of the timed runs; auto: chosen from the measured costs")
     tau_gamma: int = Field(4, ge=1, description="draft length at which the head's τ is reported")
     draft_weights: Literal["auto", "float32", "int8"] = Field("auto", description="auto: int8 on CPUs that can, else the target's dtype")
     ngram: NgramSection = NgramSection()
+    suffix: SuffixSection = SuffixSection()
     temperature: float = Field(0.0, ge=0)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    no_repeat_ngram_size: int = Field(0, ge=0)
+    min_new_tokens: int = Field(0, ge=0)
+    lossy: Literal["typical"] | None = Field(None, description="accept what the target would not have drawn; the report is stamped")
     batch_size: int = Field(1, ge=1)
     transformers_fraction: float = Field(1 / 3, ge=0, le=1, description="share of the prompts also run through transformers' generate")
     bootstrap: int = Field(2000, ge=100)
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _model(self) -> EvalSection:
+        if ("draft_model" in self.drafters) != (self.draft_model is not None):
+            wanted = f"add draft_model to drafters ({', '.join(self.drafters)})" if self.draft_model else "name it: draft_model: NAME"
+            raise ValueError(f"drafter draft_model and the model that drafts belong together; {wanted}")
+        return self
 
 
 class ExportSection(Section):
@@ -183,6 +214,11 @@ class Recipe(Section):
             items = [_absolute(v, base) for v in ([value] if isinstance(value, str) else value)]
             data[section]["prompts"] = items[0] if isinstance(value, str) else items
         data["target"]["name"] = _absolute(data["target"]["name"], base)
+        if data["eval"]["draft_model"]:
+            data["eval"]["draft_model"] = _absolute(data["eval"]["draft_model"], base)
+        kind, _, file = data["eval"]["tree"].partition(":")
+        if kind == "static" and file.endswith(".json"):
+            data["eval"]["tree"] = f"static:{_absolute(file, base)}"
         if data["target"]["chat_template"]:
             data["target"]["chat_template"] = _absolute(data["target"]["chat_template"], base)
         data["run"] = str(Path(data["run"] or Path("runs") / path.stem).absolute())
@@ -295,7 +331,8 @@ def _explain(model: type[BaseModel], error: Any) -> str:
         return f"unknown key {location!r}; {hint}"
     if error["type"] == "missing":
         return f"{location} is missing"
-    return f"{location}: {error['msg']} (found {error.get('input')!r})"
+    found = "" if isinstance(error.get("input"), dict) else f" (found {error.get('input')!r})"  # a whole section would bury the message
+    return f"{location}: {error['msg']}{found}"
 
 
 def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from draftheads.eval.checkpoints import find_folder
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta, save_head
 from draftheads.heads.vocab import build_draft_vocab
+from draftheads.inference.checkpoints import find_folder
 from draftheads.inference.target import Target
 from draftheads.recipes.files import recover_folder
 from draftheads.recipes.schema import RecipeError

@@ -59,7 +59,7 @@ def one_line(capsys) -> str:
 def test_help_of_every_command_teaches_by_example(capsys):
     assert specdec("--help") == 0
     listing = capsys.readouterr().out
-    for command in ("distill", "show-mask", "train", "eval", "generate", "plan"):
+    for command in ("distill", "show-mask", "train", "eval", "generate", "tree", "plan"):
         assert command in listing
         assert specdec(command, "--help") == 0
         assert f"specdec {command}" in capsys.readouterr().out.replace("specdec-eval", "specdec eval")
@@ -82,6 +82,12 @@ def test_help_imports_no_torch():
         (["plan", "--recipe", "smollm2-135m.yaml", "--set", "data.prompts=/no/such.jsonl"], "no such"),
         (["eval", "--ckpt", "nothing/here"], "no checkpoint at"),
         (["generate", "hello", "--ckpt", "nothing/here"], "no checkpoint at"),
+        (["generate", "hello"], "--ckpt DIR"),
+        (["generate", "hello", "--target", "x", "--tree", "bush"], "tree 'bush' is not known"),
+        (["generate", "hello", "--target", "x", "--copy-first", "head"], "--copy-first is 'head'"),
+        (["generate", "hello", "--target", "x", "--temperature", "warm"], "--temperature"),
+        (["tree", "--ckpt", "nothing/here"], "no checkpoint at"),
+        (["eval", "--ckpt", "nothing", "--tree", "static:none.json"], "cannot read the tree"),
         (["eval"], "--ckpt"),
         (["evil"], "No such command"),
         (["plan", "--recipee", "x"], "No such option"),
@@ -102,6 +108,14 @@ def test_mistakes_are_one_line_and_exit_code_2(words, said, capsys, monkeypatch)
         (["--gamma", "0"], "eval.gamma"),
         (["--threads", "0"], "--threads"),
         (["--drafters", "head,magic"], "eval.drafters"),
+        (["--drafters", "none,draft_model"], "name it: draft_model: NAME"),
+        (["--drafters", "none", "--draft-model", "x"], "add draft_model to drafters (none)"),
+        (["--draft-model", "ngram", "--drafters", "none,draft_model"], "eval.draft_model is 'ngram', which names no model"),
+        (["--drafters", "none,mtp"], "no multi-token-prediction layers"),
+        (["--tree", "dynamic:depht=3"], "unknown option 'depht=3'"),
+        (["--lossy", "medusa"], "eval.lossy"),
+        (["--copy-first", "head"], "eval.copy_first"),
+        (["--set", "eval.min_p=2"], "eval.min_p"),
         (["--categories", "cpy"], "did you mean 'copy'"),
         (["--prompts", "missing.jsonl"], "missing.jsonl"),
         (["--max-new-tokens", "600"], "tokens"),
@@ -197,20 +211,90 @@ def test_failed_evaluation_exits_with_1(run_folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["summary"]["lossless"] is False
 
 
+def other_tokenizer(folder: Path) -> Path:
+    """A model whose ids 68 and 69 mean the other of the two."""
+    tiny.save(folder, num_hidden_layers=1)
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text())
+    vocab = found["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(found))
+    return folder
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(run_folder, tmp_path, capsys):
+    other = other_tokenizer(tmp_path / "other")
+    assert specdec_eval("--ckpt", run_folder, "--json", "--draft-model", other) == 2
+    assert "their tokenizers differ: id " in one_line(capsys)
+    assert specdec("generate", "abc", "--ckpt", run_folder, "--draft", other) == 2
+    assert "their tokenizers differ: id " in one_line(capsys)
+
+
 def test_generate_streams_what_decoding_gives(run_folder, capsys):
-    texts = []
-    for extra in (["--drafter", "none"], ["--show-accepted"], ["--drafter", "ngram"]):
-        assert specdec("generate", "abcabcabc", "--ckpt", run_folder, "--max-new-tokens", "12", *extra) == 0
+    model, tree = run_folder.parent / "tiny", ["--tree", "dynamic:depth=3,top_k=2,nodes=5"]
+    words = ["generate", "abcabcabc", "--ckpt", run_folder, "--max-new-tokens", "12", "--repetition-penalty", "1.5", "--no-repeat-ngram-size", "4"]
+    texts = {}
+    assert specdec(*words[:-4]) == 0
+    plain = capsys.readouterr().out
+    for extra in (["--draft", "none"], ["--show-accepted"], ["--draft", "ngram"], ["--draft", "suffix"], ["--draft", model], tree,
+                  ["--draft", model, "--copy-first", "suffix", *tree], ["--draft", run_folder / "ckpt" / "final", "--tree", "static:0;1;0,0"],
+                  ["--lossy", "typical"]):
+        assert specdec(*words, *extra) == 0
         shown = capsys.readouterr()
-        texts.append(shown.out)
+        texts[str(extra)] = shown.out
         assert "τ" in shown.err
         assert "tokens/s" in shown.err
-    assert texts[0] == texts[1] == texts[2]
-    assert specdec("generate", "abc", "--ckpt", run_folder, "--max-new-tokens", "5", "--json") == 0
+        assert "LOSSY" not in shown.err  # at temperature 0 it is not
+    assert len(set(texts.values())) == 1, texts
+    assert plain not in texts.values()
+    words[2:4] = ["--target", model]
+    for extra in ([], ["--draft", "none"], ["--draft", run_folder, "--copy-first", "ngram"]):
+        assert specdec(*words, *extra) == 0
+        assert capsys.readouterr().out in texts.values()
+
+
+def test_generate_says_what_it_did(run_folder, capsys):
+    words = ["generate", "abc", "--ckpt", run_folder, "--max-new-tokens", "5", "--json"]
+    assert specdec(*words) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["tokens"]) <= 5
     assert found["tau"] is None or found["tau"] >= 1
-    assert specdec("generate", "abc", "--ckpt", run_folder, "--drafter", "magic") == 2
+    assert (found["drafter"], found["tree"], found["lossy"]) == ("ngram + head", None, None)
+    assert specdec(*words, "--draft", "head", "--tree", "sampled:2,1", "--temperature", "1", "--lossy", "typical") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["drafter"], found["tree"], found["lossy"]) == ("head", "sampled:2,1", "typical")
+    assert any(r["nodes"] == 4 and r["drafted"] == 2 for r in found["rounds"])
+    assert specdec("generate", "abc", "--ckpt", run_folder, "--temperature", "1", "--lossy", "typical", "--max-new-tokens", "3") == 0
+    assert "LOSSY (typical acceptance)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--draft", "sufix"], "did you mean 'suffix'?"), (["--draft", "mtp"], "no multi-token-prediction layers"), (["--top-p", "0"], "top_p=0"),
+    (["--lossy", "medusa"], "lossy='medusa'"), (["--draft", "none", "--copy-first", "ngram"], "for copying alone, draft='ngram'"),
+    (["--target", "x"], "give a checkpoint"),
+])
+def test_generate_mistakes(run_folder, capsys, words, said):
+    assert specdec("generate", "abc", "--ckpt", run_folder, *words) == 2
+    assert said in one_line(capsys)
+
+
+def test_a_searched_tree_is_there_to_be_used(run_folder, tmp_path, capsys):
+    file = tmp_path / "trees" / "t.json"
+    # The target as its own draft: always right, so the best tree is a chain, as deep as was measured.
+    words = ["tree", "--ckpt", run_folder, "--draft", run_folder.parent / "tiny", "--nodes", "6", "--depth", "3", "--ranks", "5", "--out", file]
+    assert specdec(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert json.loads(file.read_text())["choices"] == found["choices"] == [[0], [0, 0], [0, 0, 0]]
+    assert found["expected_tau"] == {"1": 2.0, "2": 3.0, "4": 4.0, "6": 4.0}
+    assert specdec(*words) == 0
+    assert f"static:{file}" in capsys.readouterr().out
+    words = ["--max-new-tokens", "6", "--ckpt", run_folder]
+    assert specdec("generate", "abc", *words, "--draft", "head", "--tree", f"static:{file}", "--json") == 0
+    assert max(r["nodes"] for r in json.loads(capsys.readouterr().out)["rounds"]) == 3
+    assert specdec("tree", "--ckpt", run_folder, "--out", tmp_path / "t.yaml") == 2
+    assert "ends in .json" in one_line(capsys)
+    assert specdec("tree", "--ckpt", run_folder, "--draft", "ngram", "--out", tmp_path / "n.json", "--json") == 2
+    assert "grows no trees" in one_line(capsys)
 
 
 @pytest.mark.parametrize("extra", [[], ["--show-accepted"]])

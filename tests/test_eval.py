@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
@@ -13,11 +14,12 @@ import torch
 
 import tiny
 from draftheads.eval import blocks as blocks_module
-from draftheads.eval import calibrate, subject
+from draftheads.eval import calibrate, subject, summary
 from draftheads.eval.blocks import also_transformers
 from draftheads.eval.cost_model import Costs, choose_gamma, predict
-from draftheads.eval.lossless import compare, first_difference, tie_bound
-from draftheads.eval.run import evaluate
+from draftheads.eval.lossless import compare, first_difference, target_logits, tie_bound
+from draftheads.eval.records import Journal
+from draftheads.eval.run import _rounds_ran, evaluate
 from draftheads.eval.stats import Throughput, ratio_interval
 from draftheads.eval.summary import schema
 from draftheads.eval.trace import token_texts
@@ -25,11 +27,16 @@ from draftheads.eval.work import Evaluation
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import HeadMeta, save_head
 from draftheads.inference import measure
+from draftheads.inference.decode import complete
 from draftheads.inference.drafters.base import Plan
+from draftheads.inference.drafters.composite import Composite
+from draftheads.inference.drafters.ngram import NgramDrafter
 from draftheads.inference.drafters.none import NoDrafter
+from draftheads.inference.drafters.suffix import SuffixDrafter
 from draftheads.inference.requests import Completion, Limits, Request, Round, RoundStat, Sampling
+from draftheads.inference.shapes import Dynamic, Sampled, Static, parse_shape
 from draftheads.inference.target import Target
-from draftheads.recipes.schema import RecipeError
+from draftheads.recipes.schema import EvalSection, RecipeError
 
 # ---- statistics
 
@@ -71,8 +78,8 @@ def test_nothing_to_resample():
 COSTS = Costs(0.03, (1.0, 1.0, 1.1, 1.2, 1.4), {"head": 0.1, "ngram": 0.0}, {"head": 0.1, "ngram": 0.0}, (1, 2, 3, 4, 5))
 
 
-def stat(drafted: int, accepted: int, source: str = "head") -> RoundStat:
-    return RoundStat(drafted, drafted, accepted, accepted + 1, source)
+def stat(drafted: int, accepted: int, source: str = "head", nodes: int | None = None) -> RoundStat:
+    return RoundStat(drafted, drafted if nodes is None else nodes, accepted, accepted + 1, source)
 
 
 def test_prediction_counts_rounds_without_drafts_at_their_own_price():
@@ -90,6 +97,12 @@ def test_gamma_is_cut_where_acceptance_stops_paying():
     assert both.gamma == {"ngram": 4, "head": 1}
     assert both.speedup == pytest.approx(max(r["speedup"] for r in both.table))
     assert len(both.table) == 12
+
+
+def test_a_tree_is_verified_at_its_width_and_costs_the_same_however_deep_it_went():
+    grown = Costs(0.03, (1.0, 1.0, 1.1, 1.2, 1.4), {"head": 0.0}, {"head": 0.5}, (1, 2, 3, 4, 5))
+    speed, tau = predict([stat(2, 2, nodes=4), stat(2, 0, nodes=4)], grown)
+    assert (speed, tau) == (pytest.approx(4 / (2 * (1.4 + 0.5))), 2.0)
 
 
 def test_widths_beyond_the_measured_ones_go_on_rising():
@@ -164,8 +177,8 @@ def _short_drafts(monkeypatch):
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
-    short = {"LENGTHS": {"ngram": (1, 3), "head": (1, 2, 3)}, "FILLERS": (1, 3), "TIMED": {"ngram": (2,), "head": (1, 3)}, "ROUNDS": 3, "REPEATS": 1,
-             "CALIBRATION_PROMPTS": 4}
+    short = {"LENGTHS": dict.fromkeys(calibrate.LENGTHS, (1, 3)) | {"head": (1, 2, 3)}, "FILLERS": (1, 3),
+             "TIMED": dict.fromkeys(calibrate.TIMED, (2,)) | {"head": (1, 3)}, "ROUNDS": 3, "REPEATS": 1, "CALIBRATION_PROMPTS": 4}
     for name, value in short.items():
         patch.setattr(calibrate, name, value)
 
@@ -251,17 +264,160 @@ def test_sampling_in_batches_is_judged_by_z(target_folder, tmp_path, monkeypatch
     assert report["summary"]["speedup_vs_transformers"] is None
 
 
-def test_a_wrong_token_is_caught(target_folder, tmp_path, monkeypatch):
-    folder = make_checkpoint(tmp_path, target_folder, gamma=2, drafters=["none", "ngram"], transformers_fraction=0.0)
+EVERYTHING = ["none", "ngram", "suffix", "head", "composite", "draft_model"]
+
+
+def test_every_drafter_with_trees_and_processors_of_the_history(target_folder, tmp_path):
+    tree = "dynamic:depth=3,top_k=2,nodes=5"
+    options = {"drafters": EVERYTHING, "draft_model": str(target_folder), "copy_first": "suffix", "tree": tree, "repetition_penalty": 1.2,
+               "no_repeat_ngram_size": 3, "min_new_tokens": 3, "transformers_fraction": 1.0}
+    folder = make_checkpoint(tmp_path, target_folder, metrics={"tau": 1.9, "accuracy": [0.5, 0.4, 0.3]}, **options)
+    report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
+    # Token for token: our autoregressive path under the same processors, and transformers' generate with the same options.
+    pairs = report["losslessness"]["pairs"]
+    assert set(pairs) == {*(f"none/{d}" for d in EVERYTHING[1:]), *(f"transformers/{d}" for d in EVERYTHING)}
+    assert all(c["identical"] + c["tie"] == 4 for c in pairs.values()) and report["ok"]
+    by = report["by_drafter"]
+    assert {n: (list(f["gamma"]), f["tree"]) for n, f in by.items()} == {
+        "none": ([], None), "ngram": (["ngram"], None), "suffix": ([], tree), "head": ([], tree), "composite": ([], tree), "draft_model": ([], tree)}
+    assert by["draft_model"]["tau"] > 1.5
+    assert report["drafting"] == {"tree": tree, "grown_by": ["suffix", "head", "composite", "draft_model"], "copy_first": "suffix",
+                                  "draft_model": str(target_folder)}
+    assert report["at_tau_gamma"]["by_drafter"].keys() <= {"ngram"}
+    assert report["expected"]["training_prompts_tau"] >= 1.0 and report["expected"]["measured_tau"] is None
+    costs = report["cost_model"]
+    assert costs["c"]["head"] == costs["c"]["draft_model"] == 0 and costs["o"]["draft_model"] > 0 and 6 in costs["widths"]
+    assert all(p["before"] > 0 and p["from_rounds"] > 0 for p in costs["predicted"].values())
+    assert report["provenance"]["rounds"] == "eager (cpu)" and report["settings"]["tree"] == tree
+    blocks = [json.loads(line) for line in (folder / "report" / "records.jsonl").read_text().splitlines() if '"kind": "block"' in line]
+    nodes = {name: {r[1] for b in blocks for row in b["runs"][name]["rows"] for r in row["rounds"]} for name in EVERYTHING}
+    assert 5 in nodes["head"] & nodes["draft_model"] & nodes["composite"] and 5 not in nodes["ngram"]
+    for file in ("report.html", "report.md"):
+        text = (folder / "report" / file).read_text().replace("\\_", "_")
+        assert tree in text and "suffix + head" in text and "draft model" in text and "repetition_penalty 1.2" in text
+
+
+def test_transformers_processors_see_padding_so_they_are_compared_without_it_only(target_folder, tmp_path):
+    options = {"drafters": ["none"], "batch_size": 2, "transformers_fraction": 1.0, "max_new_tokens": 6}
+    folder = make_checkpoint(tmp_path, target_folder, **options)  # prompts of two lengths in each batch
+    assert "transformers/none" in evaluate(subject.open_checkpoint(folder), quiet=True).report["losslessness"]["pairs"]
+    assert not evaluate(subject.open_checkpoint(folder, ["eval.repetition_penalty=1.2"]), quiet=True).report["losslessness"]["pairs"]
+
+
+def test_what_has_a_draft_length_takes_it_and_the_rest_grows_the_tree():
+    both = object.__new__(Composite)
+    ngram, head, suffix = NgramDrafter(), SimpleNamespace(name="head"), SuffixDrafter()
+    both.drafters = (ngram, head)
+    tree, fixed = Dynamic(3, 2, 5), Static(((0,), (0, 0)))
+    assert subject.make_plan(both, {"ngram": 9}, tree) == Plan(9, tree=tree) and ngram.gamma == 9
+    assert subject.make_plan(both, {"ngram": 7, "head": 3}, tree) == Plan(3) and ngram.gamma == 7
+    assert subject.make_plan(head, {"head": 5}, tree) == Plan(5)
+    assert subject.make_plan(ngram, {"ngram": 4}, tree) == Plan(4) and subject.make_plan(NoDrafter(), {}, tree) == Plan(1)
+    assert subject.make_plan(suffix, {}, tree).tree == tree and suffix.gamma is None
+    both.drafters = (suffix, head)
+    assert subject.make_plan(both, {"head": 3}, tree) == Plan(3) and subject.make_plan(both, {}, tree).tree == tree
+    assert subject.make_plan(suffix, {"suffix": 6}, fixed).tree is None and suffix.gamma == 6
+    for shape in (tree, fixed, Sampled((2, 1))):
+        assert parse_shape(subject.tree_text(shape)) == shape
+
+
+def test_sampling_options_arrive():
+    values = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5, "no_repeat_ngram_size": 4, "min_new_tokens": 5,
+              "lossy": "typical"}
+    assert subject.sampling(EvalSection(**values)) == Sampling(**values)
+
+
+def test_ties_are_judged_by_the_processed_logits(target_folder):
+    target = Target.load(str(target_folder))
+    sampling, ids = Sampling(repetition_penalty=2.0, no_repeat_ngram_size=1, min_new_tokens=30), tuple(range(40, 60))
+    (row,) = complete(target, NoDrafter(), [Request("a", ids)], sampling, Limits(20, 64))
+    after, raw = target_logits(target, ids, sampling), target_logits(target, ids, Sampling())
+    assert [int(np.argmax(after(row.tokens[:n]))) for n in range(20)] == row.tokens
+    assert any(int(np.argmax(raw(row.tokens[:n]))) != token for n, token in enumerate(row.tokens))
+
+
+def test_the_report_says_how_rounds_ran_on_a_gpu(tmp_path):
+    target = SimpleNamespace(device=torch.device("cuda"), graphs=SimpleNamespace(status="eager: capturing failed (no)"))
+    journal = Journal(tmp_path / "r.jsonl", {})
+    assert _rounds_ran(SimpleNamespace(target=target, decoded=True), journal) == "eager: capturing failed (no)"
+    target.graphs.status = "CUDA graphs: 0 captured"  # of a process that only renders
+    assert _rounds_ran(SimpleNamespace(target=target, decoded=False), Journal(tmp_path / "r.jsonl", {})) == "eager: capturing failed (no)"
+
+
+def test_a_sampled_tree_leaves_copying_its_length(target_folder, tmp_path):
+    folder = make_checkpoint(tmp_path, target_folder, drafters=["none", "composite"], tree="sampled:2,1", transformers_fraction=0.0, temperature=0.9,
+                             min_p=0.02)
+    report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
+    assert list(report["summary"]["gamma"]) == ["ngram"] and report["summary"]["tree"] == "sampled:2,1"
+    assert report["summary"]["lossless"] is True and report["lossy"] is None
+    assert report["at_tau_gamma"]["by_drafter"].keys() <= {"none"}
+
+
+def test_a_lossy_rule_stamps_the_report_and_accuses_nobody(target_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(summary.metrics, "martingale_z", lambda rows: 9.0)
+    folder = make_checkpoint(tmp_path, target_folder, drafters=["none", "head"], gamma=2, transformers_fraction=0.0, temperature=0.8, lossy="typical")
+    report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
+    assert report["ok"] and report["summary"]["lossless"] is None and report["losslessness"]["z"]["head"] == 9.0
+    assert report["lossy"] == {"rule": "typical", "epsilon": 0.09, "alpha": 0.3} and report["verdict"].startswith("LOSSY: typical acceptance")
+    for file in ("report.html", "report.md"):
+        assert "LOSSY: typical acceptance" in (folder / "report" / file).read_text()
+    honest = valid(evaluate(subject.open_checkpoint(folder, ["eval.lossy=null"]), quiet=True).report)
+    assert not honest["ok"] and "LOSSY" not in honest["verdict"] and honest["summary"]["lossless"] is False
+
+
+def test_a_lossy_rule_is_still_checked_at_temperature_0(target_folder, tmp_path, monkeypatch):
+    folder = make_checkpoint(tmp_path, target_folder, drafters=["none", "ngram"], gamma=2, transformers_fraction=0.0, lossy="typical")
+    report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
+    assert report["ok"] and report["summary"]["lossless"] is True and "at temperature 0 the rule is exact" in report["verdict"]
+    wrong_tokens_of(monkeypatch, "ngram")
+    assert not evaluate(subject.open_checkpoint(folder), quiet=True, fresh=True).report["ok"]
+
+
+def test_a_suffix_store_knows_earlier_answers_only(target_folder, tmp_path, monkeypatch):
+    """While a block is measured: what was written in the blocks before it, in a resumed run too; in the untimed runs nothing of the timed ones."""
+    options = {"drafters": ["none", "suffix", "composite"], "copy_first": "suffix", "gamma": 2, "transformers_fraction": 0.0}
+    folder = make_checkpoint(tmp_path, target_folder, **options)
+    seen, original = [], measure.timed_decode
+
+    def spy(target, drafter, requests, *args, **options):
+        store = next((p.store for p in subject.parts(drafter) if isinstance(p, SuffixDrafter)), None)
+        before = 0 if store is None else len(store.texts)
+        timed = original(target, drafter, requests, *args, **options)
+        if store is not None:
+            seen.append((drafter.name, [r.id for r in requests], before, store.tokens))
+        return timed
+
+    monkeypatch.setattr(measure, "timed_decode", spy)
+    evaluate(subject.open_checkpoint(folder), quiet=True)
+    blocks = [s for s in seen if s[0] == "suffix" and len(s[1]) == 1][-4:]
+    assert [s[2] for s in blocks] == [0, 1, 2, 3]
+    assert seen[-1][:1] + seen[-1][2:3] == ("composite", 0) and len(seen[-1][1]) == 4  # at tau_gamma
+    records = folder / "report" / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    at = [i for i, line in enumerate(lines) if '"kind": "block"' in line]
+    records.write_text("".join(lines[: at[2]]))
+    seen.clear()
+    evaluate(subject.open_checkpoint(folder), quiet=True)
+    again = [s for s in seen if s[0] == "suffix" and len(s[1]) == 1][-2:]
+    assert [(s[1], s[2]) for s in again] == [(s[1], s[2]) for s in blocks[2:]]
+    assert again[-1][3] == blocks[-1][3]
+
+
+def wrong_tokens_of(monkeypatch, name):
     original = measure.timed_decode
 
     def wrong(target, drafter, *args, **options):
         timed = original(target, drafter, *args, **options)
-        if drafter.name == "ngram":
+        if drafter.name == name:
             timed.completions[0].tokens[2] ^= 1
         return timed
 
     monkeypatch.setattr(measure, "timed_decode", wrong)
+
+
+def test_a_wrong_token_is_caught(target_folder, tmp_path, monkeypatch):
+    folder = make_checkpoint(tmp_path, target_folder, gamma=2, drafters=["none", "ngram"], transformers_fraction=0.0)
+    wrong_tokens_of(monkeypatch, "ngram")
     report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
     assert report["ok"] is False
     assert report["by_drafter"]["ngram"]["lossless"] is False

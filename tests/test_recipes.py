@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftheads.heads import build_head, head_config
-from draftheads.recipes.schema import Recipe, RecipeError
+from draftheads.recipes.schema import NgramSection, Recipe, RecipeError, SuffixSection
 from draftheads.train.timetable import unroll_steps
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
@@ -68,7 +69,13 @@ def test_a_shipped_recipe_carries_its_command_and_survives_a_round_trip(path, tm
     (MINIMAL + "data: {temperature: [0.0, -1]}", "data.temperature"),
     (MINIMAL + "eval: {drafters: []}", "eval.drafters"),
     (MINIMAL + "eval: {categories: []}", "eval.categories"),
-    (MINIMAL + "eval: {ngram: {min_match: 4, max_match: 3}}", "min_match 4 is more than max_match 3"),
+    (MINIMAL + "eval: {ngram: {prompt_lookup_min: 4, prompt_lookup_max: 3}}", "prompt_lookup_min 4 is more than prompt_lookup_max 3"),
+    (MINIMAL + "eval: {draft_model: a/b}", "add draft_model to drafters (none, ngram, head, composite)"),
+    (MINIMAL + "eval: {drafters: [none, draft_model]}", "name it: draft_model: NAME"),
+    (MINIMAL + "eval: {suffix: {max_tree_dept: 4}}", "unknown key 'eval.suffix.max_tree_dept'; did you mean 'max_tree_depth'?"),
+    (MINIMAL + "eval: {copy_first: head}", "eval.copy_first"),
+    (MINIMAL + "eval: {lossy: medusa}", "eval.lossy"),
+    (MINIMAL + "eval: {min_p: 1.5}", "eval.min_p"),
     (MINIMAL + "train: {lr: 1, lr: 2}", "key 'lr' is given twice"),
     ("- a\n- b", "must be a mapping"),
     ("target: [", "not valid YAML"),
@@ -122,14 +129,27 @@ def test_relative_paths_are_relative_to_the_recipe(tmp_path, monkeypatch):
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     (tmp_path / "deep/my.yaml").write_text("target: {name: ./model}\nhead: {type: eagle3}\n"
-                                           "data: {prompts: [a.jsonl, builtin, org/name, ../b.parquet]}\neval: {prompts: ./a.jsonl}")
+                                           "data: {prompts: [a.jsonl, builtin, org/name, ../b.parquet]}\n"
+                                           "eval: {prompts: ./a.jsonl, drafters: [draft_model], draft_model: ./model, tree: 'static:t.json'}")
     recipe = Recipe.load("../deep/my.yaml")
     base = (tmp_path / "deep").resolve()
     assert recipe.target.name == str(base / "model")
     assert recipe.data.prompts == [str(base / "a.jsonl"), "builtin", "org/name", str(base.parent / "b.parquet")]
     assert recipe.eval.prompts == str(base / "a.jsonl")
+    assert (recipe.eval.draft_model, recipe.eval.tree) == (str(base / "model"), f"static:{base / 't.json'}")
     assert recipe.run_dir == Path.cwd() / "runs/my"
     assert Recipe.load("../deep/my.yaml", ["run=out"]).run_dir == Path.cwd() / "out"
+
+
+def test_sections_are_named_as_the_arguments_of_their_drafters():
+    from draftheads.inference.drafters.ngram import NgramDrafter
+    from draftheads.inference.drafters.suffix import SuffixDrafter
+
+    for section, drafter in ((NgramSection, NgramDrafter), (SuffixSection, SuffixDrafter)):
+        arguments = inspect.signature(drafter).parameters
+        assert set(section.model_fields) == set(arguments)
+        unlike = {name for name, field in section.model_fields.items() if field.default != arguments[name].default}
+        assert unlike <= {"gamma", "min_score"}  # where None leaves it to the plan, or to what comes after it
 
 
 def test_the_hash_is_of_the_content(tmp_path):

@@ -200,6 +200,17 @@ def test_terminal_table_has_both_baselines():
     assert rows[3][COLUMNS.index("vs transformers")] == "2.22×"
 
 
+def test_labels_say_what_copies_and_what_grew_a_tree():
+    tree = {"tree": "sampled:2,1", "grown_by": ["head", "composite"], "copy_first": "suffix", "draft_model": None}
+    found = report(BLOCKS, drafting=tree)
+    jsonschema.Draft202012Validator(schema()).validate(found)
+    rows = {r[0]: r[COLUMNS.index("γ")] for r in main_rows(found)}
+    assert rows == {"none": "–", "n-gram": "4", "head": "4, tree", "suffix + head": "4, 4, tree", "transformers": "–"}
+    assert "suffix first, else the head" in found["verdict"]
+    assert "tree sampled:2,1" in render_html(found) and "tree sampled:2,1" in render_markdown(found)
+    assert "tree" not in {r[COLUMNS.index("γ")] for r in main_rows(report(BLOCKS))}
+
+
 def test_advice_by_category():
     found = report(BLOCKS)
     assert found["advice"]["math"]["use"] == "head"  # as fast as both together, and simpler

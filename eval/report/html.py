@@ -9,7 +9,9 @@ import jinja2
 from markupsafe import Markup
 
 from draftheads.eval.report import svg
-from draftheads.eval.report.tables import LABELS, count, figure, order, percent
+from draftheads.eval.report.tables import count, figure, labels, order, percent, setting
+from draftheads.eval.report.tables import gamma as lengths
+from draftheads.eval.verdict import stamp
 
 
 def render_html(report: Mapping[str, Any]) -> str:
@@ -19,7 +21,7 @@ def render_html(report: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"figure": figure, "percent": percent, "count": count}
-    environment.globals |= {"labels": LABELS}
+    environment.globals |= {"labels": labels(report), "lengths": lengths, "stamp": stamp(report), "setting": setting(report)}
     return environment.get_template("report.html.j2").render(r=report, drafters=order(report["by_drafter"]), charts=charts(report))
 
 
@@ -41,7 +43,7 @@ def charts(report: Mapping[str, Any]) -> dict[str, Markup]:
             drawn["positions"] = svg.lines("Share of rounds with at least i drafted tokens accepted", positions, x_name="position i in the draft")
     cost = report["cost_model"]
     if cost:
-        rows = [(LABELS[d], [svg.Point("before", p["before"]), svg.Point("rounds", p["from_rounds"]), svg.Point("measured", p["measured"])])
+        rows = [(labels(report)[d], [svg.Point("before", p["before"]), svg.Point("rounds", p["from_rounds"]), svg.Point("measured", p["measured"])])
                 for d, p in cost["predicted"].items()]
         drawn["predicted"] = svg.bars("Predicted and measured speed-up", rows, reference=1.0, unit="×")
         drawn["verify"] = svg.bars("Cost of verifying w tokens, in autoregressive steps",

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftheads.eval.report.tables import COLUMNS, LABELS, category_columns, category_rows, expectation, figure, main_rows
+from draftheads.eval.report.tables import COLUMNS, category_columns, category_rows, expectation, figure, labels, main_rows, setting
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The text of a report dict that follows schema.json. Model output appears in the page only."""
-    s, p = report["summary"], report["provenance"]
+    p, names = report["provenance"], labels(report)
     parts = [
         f"# Evaluation of {_cell(p['checkpoint'].get('name', 'a draft head'))} on {_cell(p['target'].get('name', '?'))}",
         report["verdict"],
-        f"{s['prompts']} prompts, temperature {s['temperature']:g}, batch size {s['batch_size']}, {s['device']}, {s['dtype']}, "
-        f"{p['threads']} threads.",
+        _cell(setting(report)) + ".",
         _table(COLUMNS, main_rows(report)),
         "## By category", _table(category_columns(report), category_rows(report)),
         "## Advice", "\n".join(f"- **{_cell(c)}**: {a['use']}. {a['why']}." for c, a in report["advice"].items()),
     ]
     at = report["at_tau_gamma"]
     if at["by_drafter"]:
-        rows = [[LABELS.get(n, n), figure(f["tau"]), figure(f["tau_macro"]), figure(f["tau_untrimmed"]), figure(f["tau_without_loops"]),
+        rows = [[names[n], figure(f["tau"]), figure(f["tau_macro"]), figure(f["tau_untrimmed"]), figure(f["tau_without_loops"]),
                  figure(f["acceptance_rate"])] for n, f in at["by_drafter"].items()]
         parts += [f"## Acceptance at γ = {at['gamma']}", _table(["drafter", "τ", "macro", "untrimmed", "without loops", "acceptance rate"], rows)]
     if report["expected"]:
@@ -47,7 +46,7 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
     cost = report["cost_model"]
     if not cost:
         return []
-    rows = [[LABELS.get(n, n), ", ".join(f"{k} {g}" for k, g in cost["gamma"].get(n, {}).items()), figure(p["before"], 2, "×"),
+    rows = [[labels(report)[n], ", ".join(f"{k} {g}" for k, g in cost["gamma"].get(n, {}).items()) or "tree", figure(p["before"], 2, "×"),
              figure(p["from_rounds"], 2, "×"), figure(p["measured"], 2, "×")] for n, p in cost["predicted"].items()]
     verify = ", ".join(f"v({w}) = {cost['v'][w - 1]:.2f}" for w in cost["widths"])
     parts = ", ".join(f"c({n}) = {c:.3f}, o({n}) = {cost['o'].get(n, 0):.3f}" for n, c in cost["c"].items())

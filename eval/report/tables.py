@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-LABELS = {"none": "none", "ngram": "n-gram", "head": "head", "composite": "n-gram + head"}
+LABELS = {
+    "none": "none", "ngram": "n-gram", "suffix": "suffix", "draft_model": "draft model", "mtp": "MTP", "head": "head", "composite": "n-gram + head",
+}
+# Sampling options that the line under the title names, and their defaults.
+HISTORY = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 COLUMNS = ["drafter", "γ", "τ", "accepted at position 1, 2, …", "tokens/s", "vs none", "95 %", "vs transformers", "lossless"]
+
+
+def labels(report: Mapping[str, Any]) -> dict[str, str]:
+    """Drafters as tables call them."""
+    return LABELS | {"composite": f"{LABELS[report['drafting']['copy_first']]} + head"}
 
 
 def order(names: Iterable[str]) -> list[str]:
@@ -35,7 +44,7 @@ def positions(values: Sequence[float | None], most: int = 8) -> str:
 
 
 def gamma(figures: Mapping[str, Any]) -> str:
-    return ", ".join(str(g) for g in figures.get("gamma", {}).values()) or "–"
+    return ", ".join([*map(str, figures.get("gamma", {}).values()), *(["tree"] if figures.get("tree") else [])]) or "–"
 
 
 def interval(pair: Sequence[float] | None) -> str:
@@ -48,7 +57,7 @@ def main_rows(report: Mapping[str, Any]) -> list[list[str]]:
     for name in order(report["by_drafter"]):
         f = report["by_drafter"][name]
         rows.append([
-            LABELS.get(name, name), gamma(f), figure(f["tau"]), positions(f["acceptance_per_position"]), figure(f["tokens_per_s"], 1),
+            labels(report)[name], gamma(f), figure(f["tau"]), positions(f["acceptance_per_position"]), figure(f["tokens_per_s"], 1),
             figure(f["speedup"], 2, "×"), interval(f["speedup_ci95"]) if name != "none" else "–",
             figure(f["speedup_vs_transformers"], 2, "×"), yes(f["lossless"]),
         ])
@@ -72,7 +81,20 @@ def category_rows(report: Mapping[str, Any]) -> list[list[str]]:
 
 
 def category_columns(report: Mapping[str, Any]) -> list[str]:
-    return ["category", *[f"{LABELS.get(d, d)}: τ · speed-up" for d in order(report["by_drafter"]) if d != "none"], "use"]
+    return ["category", *[f"{labels(report)[d]}: τ · speed-up" for d in order(report["by_drafter"]) if d != "none"], "use"]
+
+
+def setting(report: Mapping[str, Any]) -> str:
+    """What was measured and how, in one line."""
+    s, drafting = report["summary"], report["drafting"]
+    processed = {k: v for k, v in report["settings"].get("eval", {}).items() if k in HISTORY and v != HISTORY[k]}
+    parts = [f"{s['prompts']} prompts", f"temperature {s['temperature']:g}", *(f"{k} {v:g}" for k, v in processed.items()),
+             f"batch size {s['batch_size']}", f"{s['device']}, {s['dtype']}", f"{report['provenance']['threads']} threads"]
+    if drafting["tree"] and drafting["grown_by"]:
+        parts.append(f"{', '.join(labels(report)[d] for d in drafting['grown_by'])}: tree {drafting['tree']}")
+    if drafting["draft_model"]:
+        parts.append(f"draft model {drafting['draft_model']}")
+    return " · ".join(parts)
 
 
 def expectation(expected: Mapping[str, Any]) -> str:

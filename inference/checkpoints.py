@@ -22,4 +22,4 @@ def find_folder(path: Path) -> Path:
         raise RecipeError(f"no checkpoint at {path}; {cure}")
     if (path / "ckpt").is_dir() or (path / "distill").is_dir():
         raise RecipeError(f"{path} is a run folder without ckpt/final: its training has not ended; run the training command again, it resumes")
-    raise RecipeError(f"no {META} in {path}: give a checkpoint folder, or a run folder with ckpt/final")
+    raise RecipeError(f"no {META} in {path}: give a checkpoint folder, or a run folder with ckpt/final (a model that drafts has a config.json)")
