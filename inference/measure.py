@@ -2,7 +2,8 @@
 
 Clocks here tick between the yields of `decode()`, so everything a round costs is in (drafting, verifying, accepting, committing, the
 drafters' catching up, Python), and prefill is out. transformers' `generate` is timed by a streamer: the clock starts when the first token
-arrives, which is the end of its prefill, and stops at the last one; it pays for no more than we do.
+arrives, which is the end of its prefill, and stops at the last one; it pays for no more than we do. Its assisted generation verifies a
+draft in the prefill already: the tokens that come with it are left out like the first one.
 
     blocks of prompts ─► run every contender on the block, in an order that rotates from block to block ─► Timed per contender and block
 
@@ -36,31 +37,36 @@ from draftheads.inference.target import Target
 
 @dataclass
 class Timed:
-    """One contender on one block. decode_tokens leaves out each row's first token, which belongs to the prefill."""
+    """One contender on one block. decode_tokens leaves out each row's tokens that belong to the prefill; forwards counts the target's
+    after it, so that decode_tokens / forwards is τ at batch 1."""
 
     completions: list[Completion]
     decode_s: float
     prefill_s: float
+    prefill_tokens: int = 1
+    forwards: int = 0
 
     @property
     def decode_tokens(self) -> int:
-        return sum(max(0, len(c.tokens) - 1) for c in self.completions)
+        return sum(max(0, len(c.tokens) - self.prefill_tokens) for c in self.completions)
 
 
 def timed_decode(
     target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, limits: Limits, *, plan: Plan, batch_size: int = 1,
-    on_round: Callable[[Round], None] | None = None, certificate: bool = False,
+    on_round: Callable[[Round], None] | None = None, certificate: bool = False, **options: Any,
 ) -> Timed:
-    """Decode a block and sum the time between yields: rounds of width 0 are prefills, the others decoding."""
+    """Decode a block and sum the time between yields: rounds of width 0 are prefills, the others decoding. options: decode's."""
     done: list[Completion] = []
     decode_s = prefill_s = 0.0
-    rounds = decode(target, drafter, requests, sampling, limits, batch_size=batch_size, plan=plan, certificate=certificate)
+    forwards = 0
+    rounds = decode(target, drafter, requests, sampling, limits, batch_size=batch_size, plan=plan, certificate=certificate, **options)
     synchronize(target.device)
     start = time.perf_counter()
     for r in rounds:
         now = time.perf_counter()
         if r.width:
             decode_s += now - start
+            forwards += 1
         else:
             prefill_s += now - start
         done += r.finished
@@ -68,7 +74,7 @@ def timed_decode(
             on_round(r)
         start = time.perf_counter()
     order = {r.id: i for i, r in enumerate(requests)}
-    return Timed(sorted(done, key=lambda c: order[c.request.id]), decode_s, prefill_s)
+    return Timed(sorted(done, key=lambda c: order[c.request.id]), decode_s, prefill_s, forwards=forwards)
 
 
 def plain_model(target: Target, *, trust_remote_code: bool = False) -> Any:
@@ -83,11 +89,12 @@ def plain_model(target: Target, *, trust_remote_code: bool = False) -> Any:
 
 
 def timed_generate(
-    model: Any, requests: Sequence[Request], sampling: Sampling, limits: Limits, *, eos_ids: Sequence[int], pad_id: int
+    model: Any, requests: Sequence[Request], sampling: Sampling, limits: Limits, *, eos_ids: Sequence[int], pad_id: int, **options: Any
 ) -> Timed:
     """transformers' own `generate` on the block, left-padded, with its default cache and attention. Greedy unless temperature > 0.
 
-    Stop strings are not passed on. Rows that end early are padded by generate; the padding is not counted.
+    options: generate's, e.g. prompt_lookup_num_tokens or assistant_model (these take one request at a time). Stop strings are not passed
+    on. Rows that end early are padded by generate; the padding is not counted.
     """
     device = next(model.parameters()).device
     ids_BT, mask_BT = _left_pad([r.prompt_ids for r in requests], pad_id, device)
@@ -96,20 +103,30 @@ def timed_generate(
     warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p} if sampled else {}
     if sampled:
         torch.manual_seed(requests[0].seed)
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    handle = model.register_forward_hook(count)
     synchronize(device)
     start = time.perf_counter()
-    with torch.no_grad():
-        out_BT = model.generate(
-            ids_BT, attention_mask=mask_BT, max_new_tokens=limits.max_new_tokens, do_sample=sampled, streamer=clock, pad_token_id=pad_id,
-            eos_token_id=None if limits.ignore_eos else sorted(eos_ids), **warpers,
-        )
+    try:
+        with torch.no_grad():
+            out_BT = model.generate(
+                ids_BT, attention_mask=mask_BT, max_new_tokens=limits.max_new_tokens, do_sample=sampled, streamer=clock, pad_token_id=pad_id,
+                eos_token_id=None if limits.ignore_eos else sorted(eos_ids), **warpers, **options,
+            )
+    finally:
+        handle.remove()
     new_BT = out_BT[:, ids_BT.shape[1] :].tolist()
     tokens = [_until_end(row, () if limits.ignore_eos else eos_ids) for row in new_BT]
     done = [
         Completion(r, row, "eos" if row and row[-1] in eos_ids else "length") for r, row in zip(requests, tokens, strict=True)
     ]
     first, last = clock.stamps[1], clock.stamps[-1]  # stamps[0] is the prompt
-    return Timed(done, last - first, first - start)
+    return Timed(done, last - first, first - start, clock.first_tokens, forwards - 1)
 
 
 class _Clock:
@@ -118,10 +135,13 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stamps: list[float] = []
+        self.first_tokens = 1  # of each row, with the prefill
 
     def put(self, value: Tensor) -> None:
         synchronize(self.device)
         self.stamps.append(time.perf_counter())
+        if len(self.stamps) == 2 and value.dim() == 2:  # assisted generation hands over a block [1, T], plain generation one token a row
+            self.first_tokens = value.shape[1]
 
     def end(self) -> None:
         pass
