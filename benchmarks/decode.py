@@ -167,7 +167,7 @@ def _batches(text: str) -> list[int]:
 def _provenance(bench: Any, quick: bool, load: float | None) -> dict[str, Any]:
     import torch
 
-    from draftheads.eval.provenance import _hardware, _versions
+    from draftheads.eval.provenance import hardware as _hardware, versions as _versions
 
     target = bench.target
     return {

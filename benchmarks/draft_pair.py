@@ -21,6 +21,7 @@ from contests import Bench, Block, Contender, contest, limits_for, pair_of, rati
 
 from draftheads.inference.decode import complete
 from draftheads.inference.drafters.base import Drafter
+from draftheads.inference.drafters.draft_model import first_layers
 from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.packed import can_pack
 from draftheads.inference.requests import Completion
@@ -45,7 +46,8 @@ class Pair:
     def make(cls, bench: Bench, layers: int, minutes: float) -> Pair:
         if not layers < bench.target.geometry.num_layers:
             raise RecipeError(f"--draft-layers {layers}: {bench.target.name} has {bench.target.geometry.num_layers} layers, a draft must have fewer")
-        short = cut(bench.plain_model(), layers)
+        short = first_layers(bench.plain_model(), layers)
+        short = copy.deepcopy(short) if minutes else short  # it shares the target's weights
         steps = tune(bench, short, minutes) if minutes else 0
         return cls(short, drafter_of(bench, short), layers, steps)
 
@@ -64,19 +66,6 @@ class Pair:
         base = runs.pop("none")
         return pair_of(runs, gamma={"draft_model": ours, "assisted_generation": theirs or "default"}, layers=self.layers,
                        tuned_steps=self.tuned_steps, speedup=ratio(speed(runs["draft_model"]), speed(base)))
-
-
-def cut(model: Any, layers: int) -> Any:
-    """A copy of the model with its first `layers` decoder layers."""
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    short = type(model)(config).to(next(model.parameters()))
-    kept = {name: value for name, value in model.state_dict().items() if name in short.state_dict()}
-    short.load_state_dict(kept)
-    short.generation_config = copy.deepcopy(model.generation_config)
-    return short.eval().requires_grad_(False)
 
 
 def tune(bench: Bench, short: Any, minutes: float) -> int:

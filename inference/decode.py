@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftheads.heads.tree import DraftTree
 from draftheads.inference.drafters.base import Drafter, Plan
-from draftheads.inference.graphs import BUCKET
+from draftheads.inference.graphs import VIEW
 from draftheads.inference.noise import Noise
 from draftheads.inference.outcome import Columns, pack, read
 from draftheads.inference.processors import History
@@ -31,13 +31,14 @@ from draftheads.inference.processors import wanted as wanted_history
 from draftheads.inference.requests import Completion, Limits, Request, Round, RoundStat, Sampling
 from draftheads.inference.rows import Row, StopStrings, longest, refusal, row_limit
 from draftheads.inference.sampling import RowSampling, check, surprise
+from draftheads.inference.shapes import MOST_NODES
 from draftheads.inference.step import Step
 from draftheads.inference.target import Target
 from draftheads.inference.verify import verify
 from draftheads.recipes.schema import RecipeError
 
 # Slots kept free behind max_len: a row near its end writes its neighbours' tree width too, and no row can draft past its own room.
-WIDEST = 64
+WIDEST = MOST_NODES + 1
 # Prompts are prefilled together up to this many padded tokens, and their log-sum-exp is taken over this many positions at a time.
 PREFILL_TOKENS, LSE_POSITIONS = 16384, 256
 
@@ -62,10 +63,14 @@ def decode(
     requests is read lazily, one row ahead of nothing. A request that cannot be served (empty, too long) ends with finish_reason "error"
     and its reason, before any work for it. capture_taps: record target states (Captured) with these taps, () for none but the final
     state. certificate: sum log p, entropy and variance of the emitted tokens. timed: synchronise CUDA around the phases, so that t_draft
-    and t_verify are true (t_total always is). graphs: run rounds as captured CUDA graphs; None: on CUDA (target.graphs.status says what came of it).
+    and t_verify are true (t_total always is). graphs: run rounds as captured CUDA graphs; None: on CUDA (target.graphs.status says what came of it;
+    with processors that look at history, and for drafters that cannot, it is eager all the same). One decode() at a time per drafter.
     """
-    yield from _Loop(target, drafter, iter(requests), sampling, limits, batch_size, plan, capture_taps, certificate, timed,
-                     graphs).run()
+    loop = _Loop(target, drafter, iter(requests), sampling, limits, batch_size, plan, capture_taps, certificate, timed, graphs)
+    try:
+        yield from loop.run()
+    finally:
+        loop.close()
 
 
 def complete(
@@ -94,7 +99,7 @@ class _Loop:
         check(sampling)
         self.target, self.drafter, self.queue, self.sampling, self.limits, self.plan = target, drafter, queue, sampling, limits, plan
         self.batch_size, self.certificate, self.device = batch_size, certificate, target.device
-        self.clock = _Clock(timed and self.device.type == "cuda")
+        self.clock = _Clock(self.device if timed and self.device.type == "cuda" else None)
         self.capture = capture_taps is not None
         wanted = capture_taps or ()
         self.taps = (*drafter.taps, *(t for t in wanted if t not in drafter.taps))
@@ -104,22 +109,40 @@ class _Loop:
         self.stops = StopStrings(limits.stop_strings, self._text) if limits.stop_strings else None
         self.rows: list[Row] = []
         self.refused: list[Completion] = []  # reported with the next Round
-        self.spare = max(WIDEST, plan.drafts + 1)
+        self.spare = WIDEST
         length = longest(target, limits) + self.spare
-        graphed = target.device.type == "cuda" if graphs is None else graphs
+        drafter.claim()
+        self.lent: tuple[int, int] | None = None
+        try:
+            self._make_buffers(length, sampling, certificate, target.device.type == "cuda" if graphs is None else graphs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_buffers(self, length: int, sampling: Sampling, certificate: bool, graphed: bool) -> None:
+        target, batch_size = self.target, self.batch_size
+        cache = None
         if graphed:  # graphs hold addresses: buffers are lent by the target, for all calls of about this size
-            length = -(-length // BUCKET) * BUCKET
-            self.cache = target.graphs.keep(target, (batch_size, length), lambda: target.new_cache(batch_size, length))
-            for b in range(batch_size):
-                self.cache.clear(b)
-        else:
-            self.cache = target.new_cache(batch_size, length)
+            key = (batch_size, -(-length // VIEW) * VIEW)
+            cache = target.graphs.lend(target, key, lambda: target.new_cache(*key))
+            if cache is not None:
+                self.lent, length = key, key[1]
+                for b in range(batch_size):
+                    cache.clear(b)
+        graphed = cache is not None  # another decode() has the buffers: this one is eager
+        self.cache = target.new_cache(batch_size, length) if cache is None else cache
         self.history = None
         if wanted_history(sampling):
             self.history = History(batch_size, length, target.geometry.vocab_size, self.eos_ids, sampling, self.device)
         self.step = Step(target, self.cache, self.taps, history=self.history, states=self.capture, logp=certificate, graphs=graphed)
-        drafter.lend(target.graphs if graphed else None)
-        drafter.reset(batch_size, length, self.device)
+        self.drafter.lend(target.graphs if graphed else None)
+        self.drafter.reset(batch_size, length, self.device)
+
+    def close(self) -> None:
+        """Whatever was lent goes back."""
+        self.drafter.release()
+        if self.lent is not None:
+            self.target.graphs.give_back(self.target, self.lent)
 
     def run(self) -> Iterator[Round]:
         while True:
@@ -304,10 +327,10 @@ class _Loop:
 class _Clock:
     """perf_counter; waits for the device first where the phases of a round are to be told apart."""
 
-    def __init__(self, synchronise: bool) -> None:
-        self.synchronise = synchronise
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
 
     def __call__(self) -> float:
-        if self.synchronise:
-            torch.cuda.synchronize()
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()

@@ -7,7 +7,7 @@ lengths on the device), and nothing is asked of the device. `key` is all the res
 nothing, so that a step with side effects (it commits tokens) happens exactly once a round, captured or not.
 
 If a capture fails, everything is eager from then on, with one warning; `status` says why, and reports print it. Without a GPU there is nothing
-to capture: decoding runs the eager path, and the tests replay a traced copy of these very steps (same rules, on a CPU).
+to capture: decoding runs the eager path, and the tests replay a traced copy of these very steps.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 from draftheads.heads.tree import DraftTree
 from draftheads.inference.sampling import RowSampling
 
-# A step takes tensors (or None) and returns a tuple of them.
-Step = Callable[..., tuple[Tensor | None, ...]]
+# What is captured takes tensors (or None) and returns a tuple of them.
+StepFn = Callable[..., tuple[Tensor | None, ...]]
 # Slots that attention reads are rounded up to this: a new graph every so many tokens, and masked slots cost little beside the weights.
-BUCKET = 512
+VIEW = 512
 # Verify widths: drafters that look things up propose another number of tokens each round, and every width is a graph of its own.
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 257)
 # Buffers (caches of one batch size and length) that an owner may have at a time.
@@ -49,18 +49,23 @@ class _Owned:
     """What belongs to one owner, and goes with it."""
 
     kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    lent: set[Hashable] = field(default_factory=set)
     captured: dict[Hashable, Captured | None] = field(default_factory=dict)  # None: has run once, eagerly
     forms: dict[Hashable, tuple[bool, tuple[int, ...] | None]] = field(default_factory=dict)  # of drafted trees: `chained`, `widths`
 
 
 class Graphs:
-    """The captured steps of one target. `keep` lends buffers that outlive a decode() call, because the graphs hold their addresses."""
+    """The captured steps of one target. `keep` lends buffers that outlive a decode() call, because the graphs hold their addresses.
+
+    What the tests' traces cannot see, and only a GPU can: streams, the memory that graphs share, and how long tensors live that a graph reads.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.failure: str | None = None
         self._owned: WeakKeyDictionary[Any, _Owned] = WeakKeyDictionary()
         self._pool: Any = None
+        self._stream: Any = None
 
     @property
     def status(self) -> str:
@@ -71,7 +76,7 @@ class Graphs:
 
     def view(self, used: int, most: int) -> int:
         """How many slots to read when `used` are in use."""
-        return min(most, -(-used // BUCKET) * BUCKET)
+        return min(most, -(-used // VIEW) * VIEW)
 
     def width(self, nodes: int) -> int:
         """How many nodes a tree of so many is padded to."""
@@ -79,17 +84,28 @@ class Graphs:
 
     def keep(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """The owner's buffer of this key, made at the first call. An owner has at most KEPT; the least recently used goes, with its graphs."""
-        kept = self._owned.setdefault(owner, _Owned()).kept
-        if key not in kept:
-            kept[key] = make()
-        kept.move_to_end(key)
-        if len(kept) > KEPT:
-            kept.popitem(last=False)
-        return kept[key]
+        owned = self._owned.setdefault(owner, _Owned())
+        if key not in owned.kept:
+            owned.kept[key] = make()
+        owned.kept.move_to_end(key)
+        if len(owned.kept) > KEPT:
+            owned.kept.pop(next(k for k in owned.kept if k not in owned.lent), None)
+        return owned.kept[key]
 
-    def run(self, buffer: Any, key: Hashable, step: Step, inputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def lend(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+        """`keep` for one user at a time: None until the one who has it gives it back."""
+        owned = self._owned.setdefault(owner, _Owned())
+        if key in owned.lent:
+            return None
+        owned.lent.add(key)
+        return self.keep(owner, key, make)
+
+    def give_back(self, owner: Any, key: Hashable) -> None:
+        self._owned.setdefault(owner, _Owned()).lent.discard(key)
+
+    def run(self, buffer: Any, key: Hashable, step: StepFn, inputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """step(*inputs), captured if possible. buffer: the static buffers that the step works on; its graphs live as long as it does. The results
-        must be used, or copied, before the next run of the same key."""
+        must be used, or copied, before the next run: graphs share their memory."""
         captured_by_key = self._owned.setdefault(buffer, _Owned()).captured
         if self.failure is not None or key not in captured_by_key:
             captured_by_key.setdefault(key, None)
@@ -99,7 +115,8 @@ class Graphs:
             try:
                 captured = captured_by_key[key] = self.capture(step, inputs)
             except Exception as error:  # whatever the driver, torch or the model's code objects to: the eager path is always right
-                self.failure = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                cause = error.__context__ or error  # ending a capture that failed is an error too, and says less
+                self.failure = " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
                 warnings.warn(f"CUDA graphs are off, decoding goes on eagerly: {self.failure}", stacklevel=2)
                 return step(*inputs)
         for static, given in zip(captured.inputs, inputs, strict=True):
@@ -120,17 +137,21 @@ class Graphs:
         tokens_BN, parents_BN, valid_BN, q_BNV = self.run(buffer, key, step, inputs)
         assert tokens_BN is not None and parents_BN is not None and valid_BN is not None
         chained, widths = forms[key]
-        return DraftTree(tokens_BN, parents_BN, valid_BN, q_BNV, chained=chained, widths=widths)
+        # Copies: another drafter may replay its own graph before this tree is verified.
+        own_q_BNV = None if q_BNV is None else q_BNV.clone()
+        return DraftTree(tokens_BN.clone(), parents_BN.clone(), valid_BN.clone(), own_q_BNV, chained=chained, widths=widths)
 
-    def capture(self, step: Step, inputs: Sequence[Tensor | None]) -> Captured:
+    def capture(self, step: StepFn, inputs: Sequence[Tensor | None]) -> Captured:
         """Record one execution of the step on copies of its inputs, without executing it."""
         static = tuple(None if t is None else t.clone() for t in inputs)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = step(*static)
+        # The current device need not be this one, and a capture that fails must not leave us on its stream.
+        with torch.cuda.device(self.device):
+            if self._pool is None:
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.stream(torch.cuda.current_stream(self.device)), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                outputs = step(*static)
         return Captured(graph.replay, static, outputs)
 
 

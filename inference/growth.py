@@ -60,8 +60,8 @@ def grow(stepper: Stepper, root_B: Tensor, plan: Plan, caps: Sequence[int], rows
          name: str, min_confidence: float = 0.0) -> DraftTree:
     """A tree of plan's shape behind the roots, no deeper in row b than caps[b] (0: nothing).
 
-    min_confidence: greedy rows of a chain stop where the running product of the draft's top probabilities falls below it (0: never). name: what
-    `source_B` calls these drafts. The rest is `sprout`'s.
+    min_confidence: in a batch of greedy rows, chains stop where the running product of the draft's top probabilities falls below it (0: never).
+    name: what `source_B` calls these drafts. The rest is `sprout`'s.
     """
     caps = [min(cap, plan.depth) for cap in caps]
     if max(caps) <= 0:
@@ -176,9 +176,10 @@ class _Level:
     inner_W: Tensor | None
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _levels(shape: Static, depth: int, device: torch.device) -> tuple[list[_Level], Tensor]:
-    """The levels, and the whole tree's parents_N. Made once: host lists that become device tensors do not belong into a round."""
+    """The levels, and the whole tree's parents_N. Made once: host lists that become device tensors do not belong into a round. Never dropped:
+    captured steps read them where they lie."""
     paths = [p for p in shape.ordered if len(p) <= depth]
     parents = {p[:-1] for p in paths}
     index = {(): 0} | {p: i + 1 for i, p in enumerate(paths)}

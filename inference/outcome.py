@@ -26,11 +26,11 @@ class RowOutcome:
 
 
 def pack(tree: DraftTree, verdict: Verdict) -> Tensor:
-    """int64 [B, few]: all that the host wants to know of a round, in one small tensor."""
+    """int32 [B, 1 or 4 + 2N]: all that the host wants to know of a round, in one small tensor."""
     if tree.width == 1:
-        return verdict.next_B[:, None]
+        return verdict.next_B[:, None].int()
     few = [verdict.counts_B, verdict.drafted_B, tree.valid_BN.sum(-1) - 1, verdict.next_B]
-    return torch.cat([torch.stack(few, 1), verdict.path_BM, tree.tokens_BN.gather(1, verdict.path_BM)], 1)
+    return torch.cat([torch.stack(few, 1), verdict.path_BM, tree.tokens_BN.gather(1, verdict.path_BM)], 1).int()
 
 
 def read(packed_BX: Tensor) -> list[RowOutcome]:

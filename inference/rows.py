@@ -115,6 +115,11 @@ def refusal(request: Request, target: Target, limits: Limits) -> str | None:
     if length >= room:
         return (f"request {request.id}: its prompt has {length} tokens, which leaves no room for an answer: max_len is {limits.max_len} and "
                 f"{target.name} has {target.geometry.max_positions} positions; shorten the prompt or raise max_len")
+    most = len(target.embed_VD)
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < most:
+        return f"request {request.id}: token ids from {min(request.prompt_ids)} to {max(request.prompt_ids)}; {target.name} has 0 … {most - 1}"
+    if not -(2**63) <= request.seed < 2**63:
+        return f"request {request.id}: seed {request.seed} is no 64-bit integer"
     if request.temperature is not None and not 0 <= request.temperature < float("inf"):
         return f"request {request.id}: temperature {request.temperature}; it must be a number, at least 0"
     if _max_new(request, limits) < 1:

@@ -40,6 +40,10 @@ class Target:
         self.tokenizer = tokenizer
         self.name, self.revision = name, revision
         self.config = model.config.get_text_config(decoder=True)
+        places = {str(d) for d in (getattr(model, "hf_device_map", None) or {}).values()} - {"cpu", "disk"}
+        if len(places) > 1:
+            raise RecipeError(f"{name} is spread over {', '.join(sorted(places))}: the decoder keeps its cache on one accelerator; load it on one, "
+                              "or offload what does not fit (device_map with cpu or disk)")
         sources.check_family(self.config, type(model), name)
         self.decoder: nn.Module = model.get_decoder()
         self.embed_VD: Tensor = model.get_input_embeddings().weight.detach()

@@ -20,6 +20,7 @@ from draftheads.eval.cost_model import Costs
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import HeadMeta, save_head
 from draftheads.inference import measure
+from draftheads.inference.drafters.draft_model import first_layers
 from draftheads.inference.measure import Timed
 from draftheads.inference.requests import Completion, Limits, Request, RoundStat, Sampling
 from draftheads.inference.target import Target
@@ -214,7 +215,7 @@ def test_cut_and_tuning(bench, folder):
     target = Target.load(str(folder), device="cpu", packed=False)
     model = measure.plain_model(target)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    short = bench.draft_pair.cut(model, 2)
+    short = copy.deepcopy(first_layers(model, 2))  # as Pair.make before tuning
     ids = torch.arange(5, 45)[None]
     states = model.model(ids, output_hidden_states=True).hidden_states[2]
     assert torch.allclose(short(ids).logits, model.lm_head(model.model.norm(states)), atol=1e-5)

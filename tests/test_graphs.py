@@ -1,7 +1,7 @@
 """Captured steps, without a GPU: the very functions that CUDA graphs capture are traced once and replayed from the trace.
 
-Tracing has the same rules as capturing: what a step does with host numbers is baked in, what it asks of the device fails. So a replayed trace
-that gives the eager answer, round after round, is a step that a graph may hold. Only the driver is missing.
+Tracing shares two rules with capturing: what a step does with host numbers is baked in, and what it asks of the device fails. A replayed trace that
+gives the eager answer, round after round, is a step that a graph may hold. Streams, shared memory and lifetimes only a GPU can show.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from draftheads.inference import sampling as sampling_module
 from draftheads.inference import step as step_module
 from draftheads.inference import verify as verify_module
 from draftheads.inference.cache import SlotCache
-from draftheads.inference.decode import complete
+from draftheads.inference.decode import complete, decode
 from draftheads.inference.drafters.base import Plan
+from draftheads.inference.drafters.composite import Composite
 from draftheads.inference.drafters.head import HeadDrafter
 from draftheads.inference.drafters.ngram import NgramDrafter
 from draftheads.inference.drafters.none import NoDrafter
-from draftheads.inference.graphs import Captured, Graphs, Step
+from draftheads.inference.graphs import Captured, Graphs, StepFn
 from draftheads.inference.requests import Limits, Request, Sampling
 from draftheads.inference.shapes import Dynamic, Sampled, Static
 from draftheads.inference.target import Target
+from draftheads.recipes.schema import RecipeError
 
 
 class Traced(Graphs):
@@ -43,7 +45,7 @@ class Traced(Graphs):
     def view(self, used: int, most: int) -> int:
         return min(most, -(-used // 48) * 48)  # several views within a short test
 
-    def capture(self, step: Step, inputs: Sequence[Tensor | None]) -> Captured:
+    def capture(self, step: StepFn, inputs: Sequence[Tensor | None]) -> Captured:
         static = tuple(None if t is None else t.clone() for t in inputs)
         given = [t for t in static if t is not None]
         buffers = [b for owned in self._owned.values() for kept in owned.kept.values() for b in tensors(kept)]
@@ -177,7 +179,7 @@ def test_states_and_certificates_come_out_of_replays() -> None:
 def test_a_failed_capture_goes_on_eagerly_and_says_so() -> None:
     asked, limits, replayed = requests(9, 4), Limits(12, 128, ignore_eos=True), target()
 
-    def refuse(step: Step, inputs: Any) -> Captured:
+    def refuse(step: StepFn, inputs: Any) -> Captured:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     replayed.graphs.capture = refuse  # type: ignore[method-assign]
@@ -186,6 +188,49 @@ def test_a_failed_capture_goes_on_eagerly_and_says_so() -> None:
         found = complete(replayed, NoDrafter(), asked, limits=limits, graphs=True)
     assert [c.tokens for c in found] == [c.tokens for c in eager]
     assert "operation not permitted" in replayed.graphs.status
+
+
+def test_two_decodes_at_a_time_do_not_share_buffers() -> None:
+    asked, limits, replayed = requests(9, 4), Limits(25, 128, ignore_eos=True), target()
+    alone = [complete(replayed, NoDrafter(), [r], limits=limits, graphs=False)[0].tokens for r in asked]
+    for _ in range(2):  # the second time with graphs captured
+        first = decode(replayed, NoDrafter(), asked[:1], limits=limits, graphs=True)
+        begun = [next(first) for _ in range(4)]
+        second = complete(replayed, NoDrafter(), asked[1:], limits=limits, graphs=True)
+        rest = [c for r in [*begun, *first] for c in r.finished]
+        assert [rest[0].tokens, second[0].tokens] == alone
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_drafter_decodes_one_thing_at_a_time(graphs: bool) -> None:
+    asked, limits, replayed = requests(9, 4), Limits(25, 128, ignore_eos=True), target()
+    drafter = NgramDrafter()
+    first = decode(replayed, drafter, asked[:1], limits=limits, graphs=graphs)
+    next(first)
+    with pytest.raises(RecipeError, match="in the middle of another decode"):
+        complete(replayed, Composite(drafter, NoDrafter()), asked[1:], limits=limits, graphs=graphs)
+    first.close()  # type: ignore[attr-defined]
+    assert complete(replayed, Composite(drafter, NoDrafter()), asked[1:], limits=limits, graphs=graphs)
+
+
+def test_a_row_beyond_the_heads_positions_leaves_the_others_captured_drafts_alone() -> None:
+    asked, limits, replayed = requests(5, 11, 7, 3, 9, 12), Limits(20, 128, ignore_eos=True), target()
+    found = []
+    for graphs in (False, True):
+        drafter = head(replayed, [1, 2, 3])
+        drafter.max_positions = 20
+        with pytest.warns(UserWarning, match="drafting stops at position 20"):
+            found.append(complete(replayed, drafter, asked, limits=limits, batch_size=2, graphs=graphs))
+    assert [c.tokens for c in found[0]] == [c.tokens for c in found[1]]
+
+
+def test_a_composite_that_serves_rounds_between_leaves_the_heads_drafts_right() -> None:
+    """What the head has not taken in yet must survive the replays of rounds that n-grams served."""
+    asked, limits, replayed = requests(12, 9), Limits(40, 128, ignore_eos=True), target()
+    runs = [complete(replayed, Composite(NgramDrafter(1, 3), head(replayed, [1, 2, 3])), asked, limits=limits, graphs=g) for g in (False, True)]
+    assert {r.source for c in runs[1] for r in c.rounds} >= {"ngram", "head"}
+    for eager, traced in zip(*runs, strict=True):
+        assert traced.tokens == eager.tokens and [r.accepted for r in traced.rounds] == [r.accepted for r in eager.rounds]
 
 
 def test_a_step_that_bakes_the_length_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

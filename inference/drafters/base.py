@@ -58,6 +58,17 @@ class Drafter(ABC):
     name: str = "drafter"
     taps: tuple[int | str, ...] = ()
     graphs: Graphs | None = None
+    decoding: bool = False
+
+    def claim(self) -> None:
+        """A decode() begins: the rows' state is its alone until `release`. RecipeError while another one has it."""
+        if self.decoding:
+            raise RecipeError(f"drafter {self.name} is in the middle of another decode(): finish or close that one first, or make a second drafter")
+        self.decoding = True
+
+    def release(self) -> None:
+        """That decode() has ended, or was given up."""
+        self.decoding = False
 
     def lend(self, graphs: Graphs | None) -> None:
         """Before `reset`: where to capture draft steps as CUDA graphs, None to run them eagerly. A drafter may ignore it."""

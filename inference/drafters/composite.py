@@ -17,6 +17,7 @@ from draftheads.inference.graphs import Graphs
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Sampling
 from draftheads.inference.sampling import RowSampling
+from draftheads.recipes.schema import RecipeError
 
 
 class Composite(Drafter):
@@ -26,12 +27,27 @@ class Composite(Drafter):
     name = "composite"
 
     def __init__(self, first: Drafter, second: Drafter, *more: Drafter) -> None:
-        self.first, self.second = first, second
+        self.first = first
         self.drafters = (first, second, *more)
         tapping = [d for d in self.drafters if d.taps]
         if any(d.taps != tapping[0].taps for d in tapping):
             raise ValueError(f"composite: drafters want features of different taps: {', '.join(f'{d.name} {d.taps}' for d in tapping)}")
         self.taps = tapping[0].taps if tapping else ()
+
+    def claim(self) -> None:
+        claimed: list[Drafter] = []
+        try:
+            for drafter in self.drafters:
+                drafter.claim()
+                claimed.append(drafter)
+        except RecipeError:
+            for drafter in claimed:
+                drafter.release()
+            raise
+
+    def release(self) -> None:
+        for drafter in self.drafters:
+            drafter.release()
 
     def lend(self, graphs: Graphs | None) -> None:
         for drafter in self.drafters:

@@ -60,9 +60,9 @@ class HeadStepper:
 class PairDrafter(Drafter):
     """head: a DraftHead, or anything with its drafting methods (new_state, clear, move, extend, begin, step; see heads/base.py).
 
-    Beyond max_positions a row drafts nothing more (one warning); the output is the target's in any case. min_confidence: greedy rows of a chain stop
-    drafting where the running product of the draft's top probabilities falls below it (0: never); the token that would take it below is not
-    proposed.
+    Beyond max_positions a row drafts nothing more (one warning); the output is the target's in any case. min_confidence: in a batch of greedy
+    rows, chains stop where the running product of the draft's top probabilities falls below it (0: never); the token that would take it below is
+    not proposed.
     """
 
     def __init__(self, head: Any, vocab: DraftVocab, max_positions: int, min_confidence: float = 0.0) -> None:
@@ -144,7 +144,7 @@ class PairDrafter(Drafter):
     def _whole(self, B: int) -> bool:
         """The last round's pairs are all that is to be taken in, one round for every row, by a head that can do it without the host."""
         able = isinstance(getattr(self.state, "slots", None), DraftSlots)
-        return able and self.fresh is not None and len(self.fresh[3]) == B and not any(row.pending for row in self.rows[:B])
+        return able and self.fresh is not None and len(self.fresh[3]) == B and not any(row.pending or self._off(row) for row in self.rows[:B])
 
     def _captured(self, plan: Plan, rows: RowSampling, seeds_B: Tensor, root_B: Tensor) -> DraftTree:
         """Take the last round's pairs in and draft, all of it one captured step (see inference/graphs.py)."""
