@@ -167,12 +167,12 @@ def _batches(text: str) -> list[int]:
 def _provenance(bench: Any, quick: bool, load: float | None) -> dict[str, Any]:
     import torch
 
-    from draftheads.eval.provenance import hardware as _hardware, versions as _versions
+    from draftheads.eval.provenance import hardware, versions
 
     target = bench.target
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": _commit(), "hardware": _hardware(target.device),
-        "versions": _versions(), "threads": torch.get_num_threads(), "load_before": load, "quick": quick, "target": target.name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": _commit(), "hardware": hardware(target.device),
+        "versions": versions(), "threads": torch.get_num_threads(), "load_before": load, "quick": quick, "target": target.name,
         "dtype": str(target.dtype).removeprefix("torch."), "packed": target.packed,
         "graphs": target.graphs.status if target.device.type == "cuda" else None,
     }

@@ -82,10 +82,7 @@ def _measure_costs(work: Evaluation, drafting: dict[str, Drafter]) -> Costs:
     work.progress.stage("measuring what drafting and verifying cost", passes, "passes")
     for drafter in drafting.values():
         make_plan(drafter, {})  # copies as long as the micro-benchmark's plans
-    # Prompts of middling length: what a step costs grows with the text.
-    by_length = sorted(work.calibration, key=lambda p: len(p.ids))
-    middle = len(by_length) // 2
-    block = work.requests((by_length[middle:] + by_length[:middle])[: work.section.batch_size])
+    block = work.requests(middling(work.calibration, work.section.batch_size))
     samples = measure.sample_costs(
         work.target, timed, block, fillers=FILLERS, rounds=ROUNDS, repeats=REPEATS, on_pass=lambda: work.progress.advance(1)
     )
@@ -95,6 +92,13 @@ def _measure_costs(work: Evaluation, drafting: dict[str, Drafter]) -> Costs:
         work.progress.advance(1)
     work.progress.finish()
     return Costs.from_json(measure.fit_costs(samples))
+
+
+def middling(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """Prompts of middling length, to time rounds on: what a step costs grows with the text."""
+    by_length = sorted(prompts, key=lambda p: len(p.ids))
+    middle = len(by_length) // 2
+    return (by_length[middle:] + by_length[:middle])[:count]
 
 
 def _sample_tree(samples: CostSamples, target: Target, name: str, drafter: Drafter, block: list[Request], tree: Shape) -> None:

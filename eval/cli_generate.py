@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from draftheads.inference.checkpoints import find_folder
-from draftheads.inference.shapes import parse_shape
+from draftheads.inference.shapes import MOST_NODES, parse_shape
 from draftheads.recipes.schema import Recipe, RecipeError, apply_override, validate
 
 SetOption = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the recipe; may be repeated.")]
@@ -28,7 +28,7 @@ def generate(
                                                    "head, or a smaller model with the target's tokenizer.")] = None,
     copy_first: Annotated[str | None, typer.Option(help="ngram, suffix or none: what copies before a head or a model. Default: ngram if neither "
                                                         "--draft nor --target is given, else none.")] = None,
-    gamma: Annotated[int, typer.Option(help="Draft length of a head or a model.", min=1)] = 4,
+    gamma: Annotated[int, typer.Option(help="Draft length of a head or a model.", min=1, max=MOST_NODES)] = 4,
     tree: Annotated[str, typer.Option(help="Instead of a chain: `dynamic:depth=5,top_k=8,nodes=24`, `static:FILE.json` (by "
                                            "`specdec tree`), `sampled:3,2,1`. A head, a model and mtp can, suffix a dynamic one; ngram "
                                            "ignores it.")] = "chain",
@@ -92,8 +92,9 @@ def generate(
 
 def tree(
     ckpt: CkptOption,
-    nodes: Annotated[int, typer.Option(help="Nodes of the tree, the root not counted.", min=1, max=256)] = 16,
-    depth: Annotated[int, typer.Option(help="Deepest level that is measured.", min=1)] = 6,
+    nodes: Annotated[str, typer.Option(help="Nodes of the tree, the root not counted; auto: as many, up to 64, as make it fastest by the costs that "
+                                            "are measured on this machine.")] = "auto",
+    depth: Annotated[int, typer.Option(help="Deepest level that is measured.", min=1, max=MOST_NODES)] = 6,
     ranks: Annotated[int, typer.Option(help="How many of the draft's likeliest tokens are considered at each node.", min=1)] = 8,
     prompts: Annotated[int, typer.Option(help="How many prompts to measure on: held-out ones that the evaluation leaves out.", min=1)] = 28,
     draft: Annotated[str, typer.Option(help="head (the checkpoint's), mtp, or a folder or Hub id of a smaller model.")] = "head",
@@ -102,20 +103,25 @@ def tree(
     overrides: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
-    """Search a static tree from measured acceptance (Medusa §2.3.3), and print the τ to expect from each size. It is as much the machine's choice as
-    the head's: more nodes are more τ, and dearer to verify.
+    """Search a static tree from measured acceptance (Medusa §2.3.3); print the τ to expect from each size and the speed-up that this machine's costs
+    predict. The size is as much the machine's choice as the head's: more nodes are more τ, and dearer to verify. Without --nodes it is chosen so.
+
+        specdec tree --ckpt runs/smollm2-135m
 
         specdec tree --ckpt runs/smollm2-135m --nodes 16
 
-        specdec-eval --ckpt runs/smollm2-135m --tree static:runs/smollm2-135m/tree-16.json --out runs/tree
+        specdec-eval --ckpt runs/smollm2-135m --tree static:runs/smollm2-135m/tree-auto.json --out runs/tree
     """
+    size = None if nodes == "auto" else int(nodes) if nodes.isdecimal() else 0
+    if size is not None and not 1 <= size <= MOST_NODES:
+        raise RecipeError(f"--nodes is {nodes!r}; wanted 'auto', or a whole number of 1 … {MOST_NODES}")
     find_folder(ckpt.expanduser())
     from draftheads.eval.run import silence
     from draftheads.eval.subject import open_checkpoint
     from draftheads.eval.tree import print_tree, search_tree
 
     silence()
-    found = search_tree(open_checkpoint(ckpt, overrides), nodes=nodes, depth=depth, ranks=ranks, prompts=prompts, draft=draft, out=out, device=device,
+    found = search_tree(open_checkpoint(ckpt, overrides), nodes=size, depth=depth, ranks=ranks, prompts=prompts, draft=draft, out=out, device=device,
                         quiet=as_json)
     print(json.dumps(found, indent=2)) if as_json else print_tree(found)
 

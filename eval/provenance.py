@@ -31,7 +31,7 @@ def settings_of(work: Evaluation) -> dict[str, Any]:
 def provenance_of(work: Evaluation, rounds_ran: str, seconds: float) -> dict[str, Any]:
     meta, target = work.checkpoint.meta, work.target
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": _versions(), "hardware": _hardware(target.device),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": versions(), "hardware": hardware(target.device),
         "threads": torch.get_num_threads(), "draft weights": _draft_weights(work), "rounds": rounds_ran,
         "target": {"name": target.name, "revision": target.revision, "template_hash": target.template_hash, "packed": target.packed,
                    "attention of the baseline": "draftheads, folded groups", "attention of transformers": "its default"},
@@ -45,7 +45,7 @@ def _draft_weights(work: Evaluation) -> str:
     return "no head" if not heads else "int8" if heads[0].int8 else work.dtype
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("draftheads", "torch", "transformers", "numpy"):
         try:
@@ -55,7 +55,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _hardware(device: torch.device) -> dict[str, Any]:
+def hardware(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_name(), "cores": os.cpu_count()}
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}

@@ -30,6 +30,7 @@ from draftheads.eval.summary import Evidence, build_report
 from draftheads.eval.trace import traces
 from draftheads.eval.work import SPARE, Evaluation
 from draftheads.inference import metrics
+from draftheads.inference.processors import wanted as wanted_history
 from draftheads.inference.requests import Completion
 from draftheads.recipes.files import locked, write_json, write_text
 
@@ -115,8 +116,13 @@ def _rounds_ran(work: Evaluation, journal: Journal) -> str:
     if work.target.device.type != "cuda":
         return f"eager ({work.target.device.type})"
     if work.decoded:
-        journal.append("rounds", {"ran": work.target.graphs.status})
-        return work.target.graphs.status
+        ran = work.target.graphs.status
+        if wanted_history(work.sampling):
+            ran = f"verifying: eager (repetition penalty, no-repeat n-grams and minimum length look at what was written); drafting: {ran}"
+        if "mtp" in work.drafters:
+            ran += "; mtp drafts eagerly"
+        journal.append("rounds", {"ran": ran})
+        return ran
     return next((str(e["ran"]) for e in reversed(journal.of("rounds"))), "unknown")
 
 

@@ -60,12 +60,13 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
         apply_override(raw, item)
     if isinstance(raw.get("eval") or {}, dict):
         raw["eval"] = {**(raw.get("eval") or {}), **(options or {})}
+        if raw["eval"].get("drafters") is None:  # `--set eval.drafters=null`, too, means the default
+            raw["eval"].pop("drafters", None)
         drafters = raw["eval"].get("drafters", list(EvalSection().drafters))
-        if "draft_model" in (options or {}) and "drafters" not in (options or {}) and "draft_model" not in drafters:
+        named = "draft_model" in (options or {}) and "drafters" not in (options or {})
+        if named and isinstance(drafters, list) and "draft_model" not in drafters:
             raw["eval"]["drafters"] = [*drafters, "draft_model"]
     recipe: Recipe = validate(Recipe, raw, f"recipe of {folder}")
-    if recipe.eval.gamma != "auto" and recipe.eval.gamma < 1:
-        raise RecipeError(f"eval.gamma is {recipe.eval.gamma}; wanted 'auto' or a draft length of at least 1")
     parse_shape(recipe.eval.tree)
     return Checkpoint(folder, run_folder(folder), meta, recipe)
 

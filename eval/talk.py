@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from draftheads.data.template import render
 from draftheads.eval import subject
 from draftheads.eval.report.tables import figure
 from draftheads.inference import metrics
-from draftheads.inference.decode import decode
+from draftheads.inference.api import SpeculativeDecoder, encode
 from draftheads.inference.drafters.base import Drafter
 from draftheads.inference.drafters.choose import choose
-from draftheads.inference.requests import Limits, Request, Sampling
+from draftheads.inference.requests import Limits, Sampling
 from draftheads.inference.sampling import check
 from draftheads.inference.shapes import Shape
 from draftheads.inference.target import Target
@@ -46,23 +45,24 @@ def talk(recipe: Recipe, folder: Path | None, ask: Ask, *, device: str | None, s
         raise RecipeError("the prompt is empty")
     check(ask.sampling)
     target = subject.load_target(recipe.target, device=device)
+    # A drafter made here, not a name for the decoder to choose by: how it copies, and whether a head drafts in int8, is what the recipe says, as in
+    # specdec-eval. The library knows no recipe.
     drafter = load_drafter(recipe, folder, target, ask)
-    lengths = {p.name: ask.gamma for p in subject.parts(drafter) if subject.has_length(p.name, ask.tree)}
-    lengths |= {name: given.gamma for name, given in (("ngram", recipe.eval.ngram), ("suffix", recipe.eval.suffix)) if name in lengths}
-    plan = subject.make_plan(drafter, lengths, ask.tree)
+    decoder = SpeculativeDecoder(target, drafter, gamma=ask.gamma, tree=ask.tree)
     system = [] if ask.system is None else [{"role": "system", "content": ask.system}]
     messages = [*system, {"role": "user", "content": ask.text}]
-    ids = tuple(render(target.tokenizer, messages, add_generation_prompt=True))
-    limits = Limits(ask.max_new_tokens, min(len(ids) + ask.max_new_tokens + 16, target.geometry.max_positions), ask.stop)
+    ids = encode(target, messages)
+    limits = Limits(ask.max_new_tokens, len(ids) + ask.max_new_tokens, ask.stop)
     writer = Writer(TextStream(target.tokenizer, ask.stop), show_accepted=show_accepted, silent=silent)
-    request = Request("prompt", ids, seed=ask.seed)
-    done = None
-    for r in decode(target, drafter, [request], ask.sampling, limits, plan=plan):
-        writer.write(r.new_tokens.get("prompt", []), r.accepted.get("prompt", 0))
-        done = next(iter(r.finished), done)
+    for round_, _ in decoder.stream_rounds(ids, ask.sampling, limits, seed=ask.seed):
+        # The piece of text is the whole round's, and a colour is one token's: the writer has a stream of its own.
+        for id_, tokens in round_.new_tokens.items():
+            writer.write(tokens, round_.accepted.get(id_, 0))
     writer.close()
+    done = decoder.last
     if done is None or done.finish_reason == "error":
         raise RecipeError(done.error if done is not None and done.error else "nothing was decoded")
+    grows = [p.name for p in subject.parts(drafter) if p.name != "none" and not subject.has_length(p.name, ask.tree)]
     tau = metrics.tau(done.rounds) if done.rounds else None
     speed = (len(done.tokens) - 1) / done.decode_s if done.decode_s else None
     name = " + ".join(p.name for p in subject.parts(drafter))
@@ -72,8 +72,8 @@ def talk(recipe: Recipe, folder: Path | None, ask: Ask, *, device: str | None, s
         lossy = f"; LOSSY ({ask.sampling.lossy} acceptance): not a draw from the target" if ask.sampling.lossy and ask.sampling.temperature else ""
         print(note + lossy, file=sys.stderr)
     return {
-        "text": writer.text, "tokens": done.tokens, "finish_reason": done.finish_reason, "tau": tau, "tokens_per_s": speed, "drafter": name,
-        "tree": subject.tree_text(plan.tree), "lossy": ask.sampling.lossy,
+        "text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason, "tau": tau, "tokens_per_s": speed, "drafter": name,
+        "tree": subject.tree_text(ask.tree) if grows else None, "lossy": ask.sampling.lossy,
         "rounds": [{"source": r.source, "drafted": r.drafted, "nodes": r.nodes, "accepted": r.accepted, "emitted": r.emitted} for r in done.rounds],
     }
 
@@ -93,7 +93,6 @@ class Writer:
 
         self.stream, self.show, self.silent = stream, show_accepted, silent
         self.console = Console(highlight=False, soft_wrap=True)
-        self.text = ""
 
     def write(self, tokens: list[int], accepted: int) -> None:
         for i, token in enumerate(tokens):
@@ -101,13 +100,9 @@ class Writer:
 
     def close(self) -> None:
         self._show(self.stream.finish(), False)
-        self._print("\n", False)
+        self._show("\n", False)
 
     def _show(self, piece: str, drafted: bool) -> None:
-        self.text += piece
-        self._print(piece, drafted)
-
-    def _print(self, piece: str, drafted: bool) -> None:
         if self.silent or not piece:
             return
         if self.show:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -103,11 +103,13 @@ class Evaluation:
     def warm_up(self) -> None:
         """Caches, thread pools and lazily built kernels: nothing timed may be the first of its kind."""
         first = self.calibration[: self.section.batch_size]
+        # As long a cache as the timed runs have: CUDA graphs belong to it, and to every width it takes some rounds until they are captured.
+        limits = replace(self.limits(), max_new_tokens=min(24 if self.target.device.type == "cuda" else 8, self.section.max_new_tokens))
         for name in self.drafters:
             gamma = self.gamma.get(name) or dict.fromkeys(self.sources(name), 4)
-            self.decode(name, first, gamma, self.limits(8), batch_size=len(first))
+            self.decode(name, first, gamma, limits, batch_size=len(first))
         if self.plain is not None:
-            self.generate(first, self.limits(8))
+            self.generate(first, limits)
 
     def forget(self, blocks: Iterable[Block] = ()) -> None:
         """Empty the stores of suffix drafters, then put into each what it wrote in these blocks: a store may know earlier prompts' answers, and a
@@ -118,4 +120,4 @@ class Evaluation:
                 if isinstance(part, SuffixDrafter):
                     part.forget()
                     for c in (c for b in blocks if name in b.runs for c in b.runs[name].completions):
-                        part.store.extend(part.store.open(ids[c.request.id][-part.reach :]), c.tokens)
+                        part.remember(ids[c.request.id], c.tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,10 +21,11 @@ from draftheads.inference.checkpoints import find_folder
 from draftheads.inference.decode import complete, decode
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.drafters.choose import COPIED, Draft, choose
-from draftheads.inference.options import refuse_unknown, resolve
+from draftheads.inference.gguf import one_line
+from draftheads.inference.options import check_limits, refuse_unknown, resolve, whole
 from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
 from draftheads.inference.rows import refusal
-from draftheads.inference.shapes import Shape, parse_shape
+from draftheads.inference.shapes import MOST_NODES, Shape, parse_shape
 from draftheads.inference.target import Target
 from draftheads.inference.text import TextStream, final_text
 from draftheads.recipes.schema import RecipeError
@@ -41,10 +43,8 @@ class SpeculativeDecoder:
 
     def __init__(self, target: Target, drafter: Draft = None, *, copy_first: str | None = None, draft_tokenizer: Any = None, gamma: int = 4,
                  tree: Shape | str | None = None) -> None:
-        if gamma < 1:
-            raise RecipeError(f"gamma is {gamma}, it must be at least 1")
+        self.plan = _plan(gamma, tree)
         self.target = target
-        self.plan = Plan(gamma, tree=parse_shape(tree) if isinstance(tree, str) else tree)
         copied = {} if copy_first is None else {"gamma": max(gamma, COPIED)}  # alone, copying is as long as the plan's gamma
         self.drafter = choose(drafter, target, copy_first=copy_first, draft_tokenizer=draft_tokenizer, ngram=copied, suffix=copied)
         self.last: Completion | None = None
@@ -66,6 +66,8 @@ class SpeculativeDecoder:
                  batch_size: int = 1) -> list[Completion]:
         """Completions with their text, in the order of the prompts; row i draws with seed + i. RecipeError if a prompt cannot be served."""
         limits = limits or Limits()
+        whole("seed", seed, None)
+        whole("batch_size", batch_size)
         requests = [Request(str(i), encode(self.target, p), seed + i) for i, p in enumerate(prompts)]
         self._check(requests, limits)
         done = complete(self.target, self.drafter, requests, sampling or Sampling(), limits, batch_size=batch_size, plan=self.plan)
@@ -83,6 +85,7 @@ class SpeculativeDecoder:
                       seed: int = 0) -> Iterator[tuple[Round, str]]:
         """Every Round with the text it adds (possibly ""): to show which tokens were drafted."""
         limits = limits or Limits()
+        whole("seed", seed, None)
         request = Request("0", encode(self.target, prompt), seed)
         self._check([request], limits)
         text = TextStream(self.target.tokenizer, limits.stop_strings)
@@ -94,6 +97,7 @@ class SpeculativeDecoder:
             yield round_, piece
 
     def _check(self, requests: Sequence[Request], limits: Limits) -> None:
+        check_limits(limits)
         for request in requests:
             if (reason := refusal(request, self.target, limits)) is not None:
                 raise RecipeError(reason)
@@ -142,6 +146,7 @@ def generate(
     Sampling options: requests.Sampling has their meaning and defaults (temperature 0: greedy). max_new_tokens: 128. max_len: prompt and new
     tokens; None is what the longest prompt needs. Row i draws with seed + i. RecipeError, one line, before generation for anything that is wrong.
     """
+    # Before anything is loaded.
     refuse_unknown(unknown, [name for name in inspect.signature(generate).parameters if name != "unknown"])
     if isinstance(prompts, str):
         raise RecipeError("generate: prompts is a list; put a single prompt in one")
@@ -149,6 +154,9 @@ def generate(
         {"max_new_tokens": max_new_tokens, "max_len": max_len, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
          "repetition_penalty": repetition_penalty, "no_repeat_ngram_size": no_repeat_ngram_size, "min_new_tokens": min_new_tokens, "lossy": lossy,
          "typical_epsilon": typical_epsilon, "typical_alpha": typical_alpha, "stop_strings": stop_strings}, generation_config)
+    whole("seed", seed, None)
+    whole("batch_size", batch_size)
+    _plan(gamma, tree)
     target = _target(model, tokenizer)
     if options.eos_ids is not None and options.eos_ids != target.eos_ids:
         target = copy.copy(target)
@@ -166,12 +174,26 @@ def encode(target: Target, prompt: Prompt) -> tuple[int, ...]:
     """Prompt → token ids. Text gets the special tokens its tokenizer adds; the chat template writes its own."""
     if isinstance(prompt, str):
         return tuple(target.tokenizer(prompt)["input_ids"])
-    if prompt and isinstance(prompt[0], dict):
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):
         if not getattr(target.tokenizer, "chat_template", None):
             raise RecipeError(f"{target.name} has no chat template: pass text, or load the target with chat_template=PATH")
-        text = target.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        try:
+            text = target.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # jinja's errors and whatever the template raises
+            raise RecipeError(f"the chat template of {target.name} refuses the prompt: {one_line(error)}") from None
         return tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-    return tuple(int(t) for t in prompt)  # type: ignore[arg-type]
+    try:
+        return tuple(operator.index(t) for t in prompt)  # type: ignore[arg-type]
+    except TypeError:
+        raise RecipeError(f'a prompt is {prompt!r:.80}; wanted text, a chat (a list of {{"role", "content"}}), or a list of token ids') from None
+
+
+def _plan(gamma: int, tree: Shape | str | None) -> Plan:
+    """RecipeError, one line, for a length or a tree that is none."""
+    whole("gamma", gamma, 1, MOST_NODES)
+    if not isinstance(tree, Shape | str | None):
+        raise RecipeError(f"tree is {tree!r:.80}; wanted None, a Static, Dynamic or Sampled, or their text: dynamic:depth=5,top_k=8,nodes=24")
+    return Plan(gamma, tree=parse_shape(tree) if isinstance(tree, str) else tree)
 
 
 def _target(model: Any, tokenizer: Any) -> Target:

@@ -105,6 +105,13 @@ def block_mask(start_B: Tensor, view: int, block_BTA: Tensor | None, tokens: int
     return behind_mask(start_B, index_S, block_BTA)
 
 
+def level_mask(length_B: Tensor, view: int, above_BTA: Tensor | None, drafted: int) -> Tensor:
+    """bool [B, T, S = view] for the newest T of `drafted` tokens behind the committed slots (< length): all of these and, of the drafted tokens,
+    those that above_BTA [B, T, A = drafted] marks (None: all, T = 1)."""
+    all_B1A = length_B.new_ones(len(length_B), 1, drafted, dtype=torch.bool)
+    return block_mask(length_B, view, all_B1A if above_BTA is None else above_BTA, 1)
+
+
 def window_mask(mask_BTS: Tensor, positions_BT: Tensor, start_B: Tensor, window: int) -> Tensor:
     """The same mask for a sliding layer: only slots whose *position* is less than `window` behind. In a tree, slot and position differ."""
     B, T, S = mask_BTS.shape

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from draftheads.inference.requests import Sampling
+from draftheads.inference.requests import Limits, Sampling
 from draftheads.inference.sampling import check
 from draftheads.recipes.schema import RecipeError
 
@@ -47,8 +47,28 @@ def resolve(given: Mapping[str, Any], config: Any = None) -> Options:
     sampling = Sampling(**{name: chosen[name] for name in SAMPLING if name in chosen})
     check(sampling)
     stops = chosen.get("stop_strings", ())
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
-    return Options(sampling, chosen.get("max_new_tokens", MAX_NEW_TOKENS), chosen.get("max_len"), stops, chosen.get("eos_ids"))
+    stops = (stops,) if isinstance(stops, str) else stops
+    found = Options(sampling, chosen.get("max_new_tokens", MAX_NEW_TOKENS), chosen.get("max_len"), stops, chosen.get("eos_ids"))
+    check_limits(Limits(found.max_new_tokens, found.max_new_tokens if found.max_len is None else found.max_len, stops))
+    return replace(found, stop_strings=tuple(stops))
+
+
+def check_limits(limits: Limits) -> None:
+    """RecipeError, one line, for lengths that are no whole numbers above 0, and stop strings that are no text or would end every answer at once."""
+    whole("max_new_tokens", limits.max_new_tokens)
+    whole("max_len", limits.max_len)
+    stops = limits.stop_strings
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
+        raise RecipeError(f"stop_strings is {stops!r:.80}; wanted a list of texts")
+    if "" in stops:
+        raise RecipeError("stop_strings holds an empty text: every answer would end at once; take it out")
+
+
+def whole(name: str, value: object, least: int | None = 1, most: int | None = None) -> None:
+    """RecipeError, one line, unless the value is an int from `least` to `most`, both included (None: no bound)."""
+    if type(value) is not int or (least is not None and value < least) or (most is not None and value > most):
+        bound = "" if least is None else f" of at least {least}" if most is None else f" of {least} … {most}"
+        raise RecipeError(f"{name} is {value!r:.80}; wanted a whole number{bound}")
 
 
 def _taken(config: Any) -> dict[str, Any]:

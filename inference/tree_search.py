@@ -210,6 +210,12 @@ def expected_tau(shape: Static, acceptance_DR: Tensor) -> float:
     return total
 
 
+def predict_static(shape: Static, acceptance_DR: Tensor, verify: Callable[[int], float], c: float, o: float = 0.0) -> Found:
+    """What to expect of a given tree. Costs: as in `choose_static`."""
+    tau = expected_tau(shape, acceptance_DR)
+    return Found(shape, tau, tau / (shape.depth * c + verify(shape.nodes + 1) + o))
+
+
 def choose_static(acceptance_DR: Tensor, verify: Callable[[int], float], c: float, o: float = 0.0, most: int = 64) -> Found:
     """The tree of at most `most` nodes with the largest expected τ / (depth · c + v(nodes + 1) + o), every depth tried; the smaller of two equals.
 

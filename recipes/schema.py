@@ -54,6 +54,8 @@ class TargetSection(Section):
     geometry: Geometry | None = None
 
 
+# What inference/shapes.py calls MOST_NODES (which imports this file): a draft is no longer, whoever makes it.
+MOST_DRAFTED = 256
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -119,7 +121,7 @@ class TrainSection(Section):
 class NgramSection(Section):
     prompt_lookup_min: int = Field(2, ge=1)
     prompt_lookup_max: int = Field(5, ge=1)
-    gamma: int = Field(8, ge=1, description="tokens copied per round")
+    gamma: int = Field(8, ge=1, le=MOST_DRAFTED, description="tokens copied per round")
 
     @model_validator(mode="after")
     def _sizes(self) -> NgramSection:
@@ -137,7 +139,7 @@ class SuffixSection(Section):
     min_token_prob: float = Field(0.1, ge=0, le=1)
     min_score: float | None = Field(None, ge=0, description="None: 0 alone, 2 before another drafter")
     max_cached_tokens: int = Field(131072, ge=1)
-    gamma: int = Field(8, ge=1, description="tokens copied per round")
+    gamma: int = Field(8, ge=1, le=MOST_DRAFTED, description="tokens copied per round")
 
 
 DRAFTERS = Literal["none", "ngram", "suffix", "head", "composite", "draft_model", "mtp"]
@@ -153,7 +155,7 @@ class EvalSection(Section):
     copy_first: Literal["ngram", "suffix"] = Field("ngram", description="drafter composite: what copies before the head drafts")
     tree: str = Field("chain", description="what head, draft_model, mtp (and suffix, if dynamic) grow; see inference/shapes.py")
     gamma: int | Literal["auto"] = Field("auto", description="draft length of the timed runs; auto: chosen from the measured costs")
-    tau_gamma: int = Field(4, ge=1, description="draft length at which the head's τ is reported")
+    tau_gamma: int = Field(4, ge=1, le=MOST_DRAFTED, description="draft length at which the head's τ is reported")
     draft_weights: Literal["auto", "float32", "int8"] = Field("auto", description="auto: int8 on CPUs that can, else the target's dtype")
     ngram: NgramSection = NgramSection()
     suffix: SuffixSection = SuffixSection()
@@ -172,6 +174,8 @@ class EvalSection(Section):
 
     @model_validator(mode="after")
     def _model(self) -> EvalSection:
+        if self.gamma != "auto" and not 1 <= self.gamma <= MOST_DRAFTED:
+            raise ValueError(f"eval.gamma is {self.gamma}; wanted 'auto' or a draft length of 1 … {MOST_DRAFTED}")
         if ("draft_model" in self.drafters) != (self.draft_model is not None):
             wanted = f"add draft_model to drafters ({', '.join(self.drafters)})" if self.draft_model else "name it: draft_model: NAME"
             raise ValueError(f"drafter draft_model and the model that drafts belong together; {wanted}")

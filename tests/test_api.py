@@ -321,11 +321,42 @@ def test_bad_input_is_one_clear_line(checkpoint: tuple[Path, Path], tmp_path: Pa
         "draftheads.json": lambda: generate(model, tokenizer, ["ab"], draft=tmp_path),
         "no chat template": lambda: generate(model, tiny.tokenizer(128, None), [PROMPTS[1]]),
         "max_new_tokens is 0": lambda: generate(model, tokenizer, ["ab"], max_new_tokens=0, max_len=9),
+        "a prompt is 3; wanted text": lambda: generate(model, tokenizer, [3]),  # type: ignore[list-item]
+        r"a prompt is \[1.5\]; wanted text": lambda: generate(model, tokenizer, [[1.5]]),  # type: ignore[list-item]
+        "the chat template of .* refuses the prompt": lambda: generate(model, tiny.tokenizer(128, "{{ raise_exception('no') }}"), [PROMPTS[1]]),
     }
     for line, call in cases.items():
         with pytest.raises(RecipeError, match=line) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"stop_strings": ""}, "stop_strings holds an empty text"), ({"stop_strings": ["x", ""]}, "stop_strings holds an empty text"),
+    ({"stop_strings": [3]}, "stop_strings is"), ({"stop_strings": 3}, "stop_strings is 3"),
+    ({"max_new_tokens": "5"}, "max_new_tokens is '5'"), ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"), ({"max_new_tokens": True}, "is True"),
+    ({"max_len": 9.0}, "max_len is 9.0"), ({"max_len": 0}, "max_len is 0"), ({"gamma": 1.5}, "gamma is 1.5"), ({"gamma": 257}, "of 1 … 256"),
+    ({"batch_size": 0}, "batch_size is 0"), ({"batch_size": "2"}, "batch_size is '2'"), ({"seed": 0.5}, "seed is 0.5"), ({"tree": 5}, "tree is 5"),
+], ids=str)
+def test_values_are_checked_before_anything_runs(options: dict[str, Any], said: str) -> None:
+    def never(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("the model ran")
+
+    model = tiny.model()
+    model.model.layers[0].forward = never
+    with pytest.raises(RecipeError, match=said) as caught:
+        generate(model, tiny.tokenizer(), ["ab"], **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_decoder_checks_what_it_is_given_later() -> None:
+    decoder = SpeculativeDecoder(Target.from_model(tiny.model(), tiny.tokenizer()), "ngram")
+    for limits, said in ((Limits(8, 64, stop_strings=("",)), "stop_strings"), (Limits("8", 64), "max_new_tokens"), (Limits(8, 64.5), "max_len")):  # type: ignore[arg-type]
+        for call in (decoder.complete, lambda prompts, limits: list(decoder.stream(prompts[0], limits=limits))):
+            with pytest.raises(RecipeError, match=said):
+                call(["ab"], limits=limits)  # type: ignore[operator]
+    with pytest.raises(RecipeError, match="seed is None"):
+        list(decoder.stream("ab", seed=None))  # type: ignore[arg-type]
 
 
 def test_the_package_exports_what_it_promises() -> None:

@@ -15,10 +15,12 @@ import yaml
 
 import tiny
 from draftheads.eval import cli
+from draftheads.eval.cost_model import Costs
 from draftheads.eval.launch import training_command
 from draftheads.eval.plan import make_plan, target_parameters
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import HeadMeta, save_head
+from draftheads.inference import measure
 from draftheads.inference.target import Target
 from draftheads.recipes.files import locked
 from draftheads.recipes.schema import Geometry, Recipe, RecipeError
@@ -87,6 +89,10 @@ def test_help_imports_no_torch():
         (["generate", "hello", "--target", "x", "--copy-first", "head"], "--copy-first is 'head'"),
         (["generate", "hello", "--target", "x", "--temperature", "warm"], "--temperature"),
         (["tree", "--ckpt", "nothing/here"], "no checkpoint at"),
+        (["tree", "--ckpt", "nothing/here", "--nodes", "many"], "--nodes is 'many'; wanted 'auto'"),
+        (["tree", "--ckpt", "nothing/here", "--nodes", "257"], "1 … 256"),
+        (["tree", "--ckpt", "nothing/here", "--depth", "257"], "--depth"),
+        (["generate", "hello", "--target", "x", "--gamma", "257"], "--gamma"),
         (["eval", "--ckpt", "nothing", "--tree", "static:none.json"], "cannot read the tree"),
         (["eval"], "--ckpt"),
         (["evil"], "No such command"),
@@ -106,6 +112,9 @@ def test_mistakes_are_one_line_and_exit_code_2(words, said, capsys, monkeypatch)
     [
         (["--gamma", "two"], "--gamma"),
         (["--gamma", "0"], "eval.gamma"),
+        (["--gamma", "257"], "1 … 256"),
+        (["--set", "eval.drafters=null", "--draft-model", "ngram"], "eval.draft_model is 'ngram', which names no model"),
+        (["--set", "eval.drafters=head", "--draft-model", "x"], "eval.drafters"),
         (["--threads", "0"], "--threads"),
         (["--drafters", "head,magic"], "eval.drafters"),
         (["--drafters", "none,draft_model"], "name it: draft_model: NAME"),
@@ -286,6 +295,9 @@ def test_a_searched_tree_is_there_to_be_used(run_folder, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert json.loads(file.read_text())["choices"] == found["choices"] == [[0], [0, 0], [0, 0, 0]]
     assert found["expected_tau"] == {"1": 2.0, "2": 3.0, "4": 4.0, "6": 4.0}
+    costs = Costs.from_json(found["costs"])
+    for size, nodes in (("1", 1), ("2", 2), ("6", 3)):
+        assert found["speedup"][size] == pytest.approx((1 + nodes) / costs.round("draft_model", nodes))
     assert specdec(*words) == 0
     assert f"static:{file}" in capsys.readouterr().out
     words = ["--max-new-tokens", "6", "--ckpt", run_folder]
@@ -295,6 +307,22 @@ def test_a_searched_tree_is_there_to_be_used(run_folder, tmp_path, capsys):
     assert "ends in .json" in one_line(capsys)
     assert specdec("tree", "--ckpt", run_folder, "--draft", "ngram", "--out", tmp_path / "n.json", "--json") == 2
     assert "grows no trees" in one_line(capsys)
+
+
+@pytest.mark.parametrize(("dear", "nodes"), [(0.0, 3), (9.0, 1)])
+def test_the_size_of_a_tree_is_chosen_by_this_machines_costs(run_folder, tmp_path, capsys, monkeypatch, dear, nodes):
+    """Free drafts and verification: as deep as was measured; dear ones: as little as can be."""
+    fitted = {"t_ar_s": 1.0, "widths": [1, 2], "v": [1.0, 1.0 + dear], "c": {"draft_model": 0.01 + dear}, "o": {"draft_model": 0.0}}
+    monkeypatch.setattr(measure, "fit_costs", lambda samples: fitted)
+    file = tmp_path / "t.json"
+    words = ["tree", "--ckpt", run_folder, "--draft", run_folder.parent / "tiny", "--depth", "3", "--ranks", "5", "--out", file]
+    assert specdec(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(json.loads(file.read_text())["choices"]) == len(found["choices"]) == nodes
+    fastest = (1 + nodes) / Costs.from_json(fitted).round("draft_model", nodes)
+    assert found["speedup"][str(nodes)] == max(found["speedup"].values()) == pytest.approx(fastest)
+    assert specdec(*words) == 0
+    assert "× predicted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("extra", [[], ["--show-accepted"]])

@@ -17,12 +17,13 @@ from draftheads.inference.decode import complete
 from draftheads.inference.drafters import draft_model
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.drafters.composite import Composite
-from draftheads.inference.drafters.draft_model import DraftModelDrafter, first_layers, shared_vocabulary
+from draftheads.inference.drafters.draft_model import DraftModelDrafter, first_layers
 from draftheads.inference.drafters.ngram import NgramDrafter
 from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.requests import Completion, Limits, Request, Sampling
 from draftheads.inference.shapes import Dynamic, Sampled, Shape, Static
 from draftheads.inference.target import Target
+from draftheads.inference.vocabulary import shared_vocabulary
 from draftheads.recipes.schema import RecipeError
 
 BUSHY = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)))
@@ -316,6 +317,16 @@ def test_ids_that_only_one_side_knows_are_never_proposed() -> None:
     target.tokenizer = holes
     vocab = shared_vocabulary(draft, target)
     assert vocab.padding_U is not None and vocab.padding_U.nonzero().flatten().tolist() == [50, 60]
+
+
+def test_tokenizers_that_share_no_token_are_said_to() -> None:
+    target, draft = copy.copy(model()), copy.copy(model("llama", 2))
+    whole = tiny.tokenizer().get_vocab()
+    for side, ids in ((draft, range(0, 50)), (target, range(50, 128))):
+        side.tokenizer = type("Part", (), {"get_vocab": lambda self, ids=ids: {t: i for t, i in whole.items() if i in ids}})()
+    with pytest.raises(RecipeError, match=r"tokenizers share no token \(ids 0 … 49 in the first, 50 … 127 in the second\); take a") as caught:
+        shared_vocabulary(draft, target)
+    assert "None" not in str(caught.value)
 
 
 # ---- cuts

@@ -339,9 +339,38 @@ def test_ties_are_judged_by_the_processed_logits(target_folder):
 def test_the_report_says_how_rounds_ran_on_a_gpu(tmp_path):
     target = SimpleNamespace(device=torch.device("cuda"), graphs=SimpleNamespace(status="eager: capturing failed (no)"))
     journal = Journal(tmp_path / "r.jsonl", {})
-    assert _rounds_ran(SimpleNamespace(target=target, decoded=True), journal) == "eager: capturing failed (no)"
+
+    def work(decoded=True, drafters=("none", "head"), **option):
+        return SimpleNamespace(target=target, decoded=decoded, drafters=drafters, sampling=Sampling(**option))
+
+    assert _rounds_ran(work(), journal) == "eager: capturing failed (no)"
     target.graphs.status = "CUDA graphs: 0 captured"  # of a process that only renders
-    assert _rounds_ran(SimpleNamespace(target=target, decoded=False), Journal(tmp_path / "r.jsonl", {})) == "eager: capturing failed (no)"
+    assert _rounds_ran(work(decoded=False), Journal(tmp_path / "r.jsonl", {})) == "eager: capturing failed (no)"
+    target.graphs.status = "CUDA graphs: 9 captured"
+    assert _rounds_ran(work(drafters=("none", "mtp")), journal) == "CUDA graphs: 9 captured; mtp drafts eagerly"
+    for option in ({"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 3}, {"min_new_tokens": 2}):
+        said = _rounds_ran(work(**option), journal)
+        assert said.startswith("verifying: eager (") and said.endswith("drafting: CUDA graphs: 9 captured")
+
+
+def test_warming_up_is_done_with_the_timed_runs_cache(run_folder, tmp_path, monkeypatch):
+    """CUDA graphs belong to a cache of one length: with another nothing that was warmed up would count."""
+    seen, original = [], measure.timed_decode
+
+    def spy(target, drafter, requests, sampling, limits, **options):
+        seen.append((drafter.name, limits.max_len, limits.max_new_tokens))
+        return original(target, drafter, requests, sampling, limits, **options)
+
+    monkeypatch.setattr(measure, "timed_decode", spy)
+    evaluate(subject.open_checkpoint(run_folder, [], {"drafters": ["none", "ngram"], "transformers_fraction": 0.0}), out=tmp_path, quiet=True)
+    (_, timed, _), warm = seen[-1], seen[:2]
+    assert warm == [("none", timed, 8), ("ngram", timed, 8)]
+
+
+def test_no_drafters_at_all_means_the_default_ones(run_folder):
+    for drafters in ("eval.drafters=null", "eval.tau_gamma=4"):
+        found = subject.open_checkpoint(run_folder, [drafters], {"draft_model": "x"}).recipe.eval
+        assert found.drafters == ["none", "ngram", "head", "composite", "draft_model"]
 
 
 def test_a_sampled_tree_leaves_copying_its_length(target_folder, tmp_path):

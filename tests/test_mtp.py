@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from draftheads.inference import metrics
 from draftheads.inference.decode import complete
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.drafters.composite import Composite
@@ -253,10 +255,36 @@ def test_sampled_drafts_carry_q() -> None:
             seen.append(super().propose(plan, sampling, noise))
             return seen[-1]
 
-    found = complete(target, Watched(*glm(1)), requests(9, 14), Sampling(temperature=0.8), Limits(max_new_tokens=16), batch_size=2)
+    complete(target, Watched(*glm(1)), requests(9, 14), Sampling(temperature=0.8), Limits(max_new_tokens=16), batch_size=2)
     drawn = [t for t in seen if t.width > 1]
     assert drawn and all(t.q_BNV is not None and torch.allclose(t.q_BNV[:, 1:].sum(-1), torch.ones(())) for t in drawn)
-    assert all(len(c.tokens) <= 16 for c in found)
+
+
+def z_of_sampled(found_by: type[MtpDrafter]) -> tuple[float, float]:
+    """The martingale z of many sampled answers (eval/lossless.py), and the share of drafts that were accepted."""
+    target, layers = glm(2)
+    wanted = requests(*range(5, 29)) * 8
+    asked = [Request(str(i), r.prompt_ids, seed=i) for i, r in enumerate(wanted)]
+    found = complete(target, found_by(target, layers), asked, Sampling(0.9), Limits(max_new_tokens=24, ignore_eos=True), batch_size=64, plan=Plan(3),
+                     certificate=True)
+    rounds = metrics.all_rounds(found)
+    return metrics.martingale_z(found), sum(r.accepted for r in rounds) / sum(r.drafted for r in rounds)
+
+
+@needs_mtp
+def test_sampled_answers_are_draws_from_the_target() -> None:
+    z, accepted = z_of_sampled(MtpDrafter)
+    assert abs(z) < 4 and accepted > 0.02
+
+
+@needs_mtp
+def test_drafts_that_were_not_drawn_from_their_q_are_noticed() -> None:
+    class Biased(MtpDrafter):
+        def propose(self, plan: Plan, sampling: Any, noise: Any) -> Any:
+            tree = super().propose(plan, sampling, noise)
+            return tree if tree.q_BNV is None else replace(tree, q_BNV=torch.nn.functional.normalize(tree.q_BNV**3, p=1, dim=-1))
+
+    assert abs(z_of_sampled(Biased)[0]) > 4
 
 
 @needs_mtp

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from draftheads.heads import build_head, head_config
-from draftheads.recipes.schema import NgramSection, Recipe, RecipeError, SuffixSection
+from draftheads.inference.shapes import MOST_NODES
+from draftheads.recipes.schema import MOST_DRAFTED, NgramSection, Recipe, RecipeError, SuffixSection
 from draftheads.train.timetable import unroll_steps
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
@@ -76,6 +77,11 @@ def test_a_shipped_recipe_carries_its_command_and_survives_a_round_trip(path, tm
     (MINIMAL + "eval: {copy_first: head}", "eval.copy_first"),
     (MINIMAL + "eval: {lossy: medusa}", "eval.lossy"),
     (MINIMAL + "eval: {min_p: 1.5}", "eval.min_p"),
+    (MINIMAL + "eval: {gamma: 0}", "eval.gamma is 0; wanted 'auto' or a draft length of 1 … 256"),
+    (MINIMAL + "eval: {gamma: 257}", "eval.gamma is 257"),
+    (MINIMAL + "eval: {tau_gamma: 257}", "eval.tau_gamma"),
+    (MINIMAL + "eval: {ngram: {gamma: 257}}", "eval.ngram.gamma"),
+    (MINIMAL + "eval: {suffix: {gamma: 257}}", "eval.suffix.gamma"),
     (MINIMAL + "train: {lr: 1, lr: 2}", "key 'lr' is given twice"),
     ("- a\n- b", "must be a mapping"),
     ("target: [", "not valid YAML"),
@@ -85,6 +91,10 @@ def test_a_bad_recipe_is_one_clear_line(tmp_path, text, message):
         load(tmp_path, text)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_draft_is_no_longer_than_a_tree_may_have_nodes():
+    assert MOST_DRAFTED == MOST_NODES
 
 
 def test_a_missing_recipe_names_its_neighbour(tmp_path):

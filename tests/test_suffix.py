@@ -228,6 +228,19 @@ def test_the_store_serves_other_rows_and_survives_reset_but_not_forget() -> None
     assert drafted(drafter, Plan(4)) == [[]] and not drafter.store.texts
 
 
+def test_what_is_remembered_drafts_as_if_it_had_been_written_here() -> None:
+    written, told = SuffixDrafter(), SuffixDrafter()
+    prompt, answer = [1, 2, 50], [60, 51, 52, 53, 54]
+    written.reset(1, 99, CPU)
+    written.start(0, torch.tensor(prompt), answer[0], None)
+    written.observe(torch.tensor([answer[1:]]), torch.tensor([4]), None)
+    told.remember(prompt, answer)
+    assert (told.store.texts, told.store.places, told.store.tokens) == (written.store.texts, written.store.places, written.store.tokens)
+    for drafter in (written, told):
+        begin(drafter, [3, 1, 2, 50, 60])
+        assert drafted(drafter, Plan(4)) == [answer[1:]]
+
+
 def test_what_scores_too_little_is_left_to_the_next_drafter() -> None:
     for least, length in ((0.0, 2), (2.0, 2), (2.5, 0)):
         begin(drafter := SuffixDrafter(min_score=least), [7, 8, 9, 1, 7])
@@ -254,7 +267,8 @@ def test_memory_stays_flat_over_many_requests() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"max_tree_depth": 1}, {"max_cached_requests": -1}, {"max_spec_factor": 0.0}, {"min_token_prob": 1.5},
-                                   {"max_spec_factor": float("nan")}])
+                                   {"max_spec_factor": float("nan")}, {"min_score": float("nan")}, {"min_score": -1.0}, {"max_cached_tokens": 0},
+                                   {"gamma": 0}, {"gamma": 257}])
 def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(wrong))):
         SuffixDrafter(**wrong)

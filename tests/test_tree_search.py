@@ -33,7 +33,7 @@ from draftheads.inference.growth import DraftVocab, grow
 from draftheads.inference.requests import Limits, Request, RoundStat, Sampling
 from draftheads.inference.shapes import Static, parse_shape
 from draftheads.inference.target import Target
-from draftheads.inference.tree_search import choose_static, expected_tau, measure_ranks, save_tree, search_static
+from draftheads.inference.tree_search import choose_static, expected_tau, measure_ranks, predict_static, save_tree, search_static
 from draftheads.recipes.schema import RecipeError
 
 Path = tuple[int, ...]
@@ -94,6 +94,7 @@ def test_no_tree_is_faster_than_the_chosen_one(table: Tensor, steps: list[int], 
     assert found.speedup == pytest.approx(max(speedup(tree) for tree in all_trees(*table.shape, 4)))
     assert found.speedup == pytest.approx(speedup(frozenset(found.shape.choices)))
     assert found.expected_tau == pytest.approx(expected_tau(found.shape, table))
+    assert predict_static(found.shape, table, lambda w: costs[w - 1], c, o).speedup == pytest.approx(found.speedup)
 
 
 def test_expected_tau_is_the_sum_over_nodes() -> None:

@@ -22,16 +22,17 @@ from torch import Tensor
 
 from draftheads.heads.slots import descend
 from draftheads.heads.tree import DraftTree
-from draftheads.inference import attention
+from draftheads.inference.attention import level_mask
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.graphs import kind
-from draftheads.inference.growth import DraftVocab, grow, limited, sprout
+from draftheads.inference.growth import grow, limited, sprout
 from draftheads.inference.noise import Noise
 from draftheads.inference.packed import PackedLinear, PackedSlice
 from draftheads.inference.requests import Sampling
 from draftheads.inference.sampling import RowSampling
 from draftheads.inference.shapes import MOST_NODES
 from draftheads.inference.target import Target
+from draftheads.inference.vocabulary import shared_vocabulary
 from draftheads.recipes.schema import RecipeError
 
 # With more pending tokens than this a row of a batch is fed alone: the others would be padded to its width.
@@ -218,34 +219,6 @@ class _ModelStepper:
             mask_BWS = level_mask(length_B, self.view or cache.view(max(lengths) + self.drafted), self.above_BWA, self.drafted)
         final_BWD, _ = draft.forward(self.drafter.ids(tokens_BW), positions_BW, mask_BWS, cache, self.rows, starts)
         return self.drafter.logits(final_BWD)
-
-
-def level_mask(length_B: Tensor, view: int, above_BWA: Tensor | None, drafted: int) -> Tensor:
-    """bool [B, W, S = view] for Target.forward: every committed slot (< length) and, of the first `drafted` behind them, those that above_BWA
-    marks (None: all, W = 1)."""
-    all_B1A = length_B.new_ones(len(length_B), 1, drafted, dtype=torch.bool)
-    return attention.block_mask(length_B, view, all_B1A if above_BWA is None else above_BWA, 1)
-
-
-def shared_vocabulary(draft: Target, target: Target) -> DraftVocab:
-    """The ids that both know, as DraftVocab. RecipeError, with the first id that means two different things, if the tokenizers differ."""
-    V = target.geometry.vocab_size
-    U = min(draft.geometry.vocab_size, V)
-    if draft.tokenizer is None or target.tokenizer is None:
-        return DraftVocab(torch.arange(U, device=target.device), V)
-    ours, theirs = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    by_id = {i: token for token, i in theirs.items()}
-    clashes = [(i, token) for token, i in ours.items() if by_id.get(i, token) != token or theirs.get(token, i) != i]
-    common = sorted(i for token, i in ours.items() if i < U and theirs.get(token) == i)
-    if clashes or not common:
-        i, token = min(clashes) if clashes else (0, None)
-        there = f"is {by_id[i]!r}" if by_id.get(i, token) != token else f"is not {token!r}, which has id {theirs.get(token)}"
-        raise RecipeError(f"{draft.name} cannot draft for {target.name}, their tokenizers differ: id {i} is {token!r} in the first and {there} in "
-                          "the second; take a smaller model of the target's own family, or another drafter")
-    U = common[-1] + 1
-    foreign_U = torch.ones(U, dtype=torch.bool)
-    foreign_U[common] = False
-    return DraftVocab(torch.arange(U, device=target.device), V, foreign_U.to(target.device) if bool(foreign_U.any()) else None)
 
 
 def first_layers(model: Any, layers: int) -> Any:

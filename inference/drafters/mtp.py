@@ -26,12 +26,12 @@ from torch import Tensor
 from draftheads.heads.slots import descend
 from draftheads.inference import attention
 from draftheads.inference.cache import SlotCache
-from draftheads.inference.drafters.draft_model import level_mask, shared_vocabulary
 from draftheads.inference.drafters.pairs import PairDrafter
 from draftheads.inference.gguf import one_line
 from draftheads.inference.graphs import Graphs
 from draftheads.inference.packed import pack_linears
 from draftheads.inference.target import Target
+from draftheads.inference.vocabulary import shared_vocabulary
 from draftheads.recipes.schema import RecipeError
 
 INSTEAD = "draft with a trained head, a smaller model or n-grams instead"
@@ -150,7 +150,7 @@ class MtpLayers:
             if above_BTA is not None and min(cache.lengths[rows]) < j:  # a prompt so short that the first drafts are not layer j's yet
                 own_TA = torch.eye(drafted + W, dtype=torch.bool, device=cache.device)[-T:]
                 above_BTA = above_BTA & ((state.positions_BA > j)[:, None] | own_TA)
-            mask_BTS = level_mask(length_B, view, above_BTA, drafted + W)
+            mask_BTS = attention.level_mask(length_B, view, above_BTA, drafted + W)
             slot_S = torch.arange(view, device=cache.device)
             mask_BTS = mask_BTS & ((slot_S >= j) | (slot_S >= length_B[:, None]))[:, None]
         parents_BT1 = state.parents_BA[:, -T:, None]

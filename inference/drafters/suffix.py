@@ -36,7 +36,7 @@ from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.noise import Noise
 from draftheads.inference.requests import Sampling
 from draftheads.inference.sampling import RowSampling
-from draftheads.inference.shapes import Dynamic
+from draftheads.inference.shapes import MOST_NODES, Dynamic
 from draftheads.recipes.schema import RecipeError
 
 # Sizes of the n-grams whose places are known, and how many places of each.
@@ -200,6 +200,9 @@ class SuffixDrafter(Drafter):
         if max_tree_depth < 2 or max_cached_requests < 0 or not 0 < max_spec_factor < float("inf") or not 0 <= min_token_prob <= 1:
             raise RecipeError(f"suffix: max_tree_depth {max_tree_depth} must be at least 2, max_cached_requests {max_cached_requests} at least 0, "
                               f"max_spec_factor {max_spec_factor} above 0, min_token_prob {min_token_prob} in 0 … 1")
+        if not 0 <= min_score < float("inf") or max_cached_tokens < 1 or not (gamma is None or 1 <= gamma <= MOST_NODES):
+            raise RecipeError(f"suffix: min_score {min_score} must be at least 0, max_cached_tokens {max_cached_tokens} at least 1, gamma {gamma} in "
+                              f"1 … {MOST_NODES}, or None")
         self.max_tree_depth, self.max_cached_requests, self.max_cached_tokens = max_tree_depth, max_cached_requests, max_cached_tokens
         self.max_spec_factor, self.min_token_prob, self.min_score, self.gamma = max_spec_factor, min_token_prob, min_score, gamma
         # Match and draft share the depth in the ratio 1 : factor; a longer match could not make a longer draft.
@@ -211,6 +214,14 @@ class SuffixDrafter(Drafter):
         """Empty the store. Rows that are being written stay as they are, but their answers are no longer collected."""
         self.store = SuffixIndex(self.max_cached_requests, self.max_cached_tokens)
 
+    def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Put an answer into the store as if it had been written here."""
+        self.store.extend(self._open(prompt), answer)
+
+    def _open(self, prompt: Sequence[int]) -> int:
+        """A new answer in the store. The end of the prompt is its context: its first tokens match an earlier answer only behind the same words."""
+        return self.store.open(prompt[-self.reach :])
+
     def reset(self, batch: int, max_len: int, device: torch.device) -> None:
         self.rows: list[_Row | None] = [None] * batch
         self.device = device
@@ -218,8 +229,7 @@ class SuffixDrafter(Drafter):
     def start(self, row: int, prompt_T: Tensor, root: int, features_TF: Tensor | None) -> None:
         prompt, own = prompt_T.tolist(), SuffixIndex()
         own.extend(own.open(), [*prompt, root])
-        # The end of the prompt is context: an answer's first tokens match an earlier answer only behind the same words.
-        answer = self.store.open(prompt[-self.reach :])
+        answer = self._open(prompt)
         self.store.extend(answer, [root])
         self.rows[row] = _Row(own, own.texts[0], answer)
 
