@@ -5,6 +5,8 @@
 A shard is the unit of resuming: finished ones are never redone, an unfinished one is regenerated whole, so rows and states come out the
 same bits as without the interruption (at an equal number of threads). Shards carry a key made of everything that decides their content;
 data under another key is set aside, never reused and never deleted.
+
+One set of rows serves several heads: data.taps captures what all of them read, and data.rows points a run at the rows of another.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from typing import Any
 import torch
 
 from draftheads.data.conversations import Conversation, read_prompts
-from draftheads.data.features import FORMAT, RowStore, ShardError, bytes_per_token, read_receipt, shard_name, write_manifest, write_shard
+from draftheads.data.features import (
+    FORMAT,
+    RowStore,
+    ShardError,
+    bytes_per_token,
+    read_receipt,
+    rows_folder,
+    shard_name,
+    write_manifest,
+    write_shard,
+)
 from draftheads.data.progress import Progress, clock, say
 from draftheads.data.regenerate import Regenerated, Taps, first_prompt_ids, prompt_room, regenerate
 from draftheads.heads import head_config
@@ -38,21 +50,25 @@ PROBE_BYTES = 1 << 20
 
 
 def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = True) -> RowStore:
-    """Make, finish or just open the rows of this recipe in <run>/distill.
+    """Make, finish or just open the rows of this recipe in <run>/distill; with data.rows, check and open another run's.
 
     target: one that is loaded already.
     RecipeError: bad prompts, no usable row, prompts all too long, too little disk, another process at work in the same folder.
     """
     began = time.monotonic()
-    folder = recipe.run_dir / "distill"
+    folder = rows_folder(recipe)
     conversations, dropped = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
+    if recipe.data.rows is not None:
+        store = _lent(recipe, target or load_target(recipe), folder, conversations)
+        say(f"distil: {len(store)} rows of another run in {folder} (data {store.hash}), nothing to do", enabled=progress)
+        return store
     shortcut = content_hash(_recipe_facts(recipe, conversations))
     with locked(recipe.run_dir / ".distill.lock", f"distilling into {folder}", "give this run another folder with --set run=DIR"):
-        if target is None and (store := _finished(folder, shortcut)) is not None:
-            say(f"distil: {len(store)} rows are ready in {folder} (data {store.hash}), nothing to do", enabled=progress)
-            return store
+        if target is None and (finished := _finished(folder, shortcut)) is not None:
+            say(f"distil: {len(finished)} rows are ready in {folder} (data {finished.hash}), nothing to do", enabled=progress)
+            return finished
         target = target or load_target(recipe)
-        taps: Taps | None = tuple(head_config(recipe.head, target.geometry).taps) if recipe.data.features == "capture" else None
+        taps = _taps(recipe, target) if recipe.data.features == "capture" else None
         facts = _facts(recipe, target, taps, conversations)
         _set_aside(folder, facts, progress)
         shards = [conversations[i : i + recipe.data.shard_rows] for i in range(0, len(conversations), recipe.data.shard_rows)]
@@ -69,9 +85,9 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
 
 
 def same_prompts(recipe: Recipe) -> bool | None:
-    """Whether the rows in <run>/distill answer the very prompts that the recipe selects now; None where either cannot be read (any more)."""
+    """Whether the rows of this run answer the very prompts that the recipe selects now; None where either cannot be read (any more)."""
     try:
-        made = json.loads((recipe.run_dir / "distill" / "manifest.json").read_text(encoding="utf-8"))["request"]["prompts"]
+        made = json.loads((rows_folder(recipe) / "manifest.json").read_text(encoding="utf-8"))["request"]["prompts"]
         conversations, _ = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
     except (OSError, ValueError, KeyError, TypeError):  # a RecipeError is a ValueError
         return None
@@ -85,6 +101,37 @@ def load_target(recipe: Recipe) -> Target:
                        chat_template=section.chat_template, geometry=section.geometry)
 
 
+def _taps(recipe: Recipe, target: Target) -> Taps:
+    """What is captured, in rising order: data.taps, or the head's. RecipeError where the target has no such layer, or the head reads more."""
+    head = tuple(head_config(recipe.head, target.geometry).taps)
+    if recipe.data.taps is None:
+        return head
+    layers, named = target.geometry.num_layers, set(recipe.data.taps)
+    if wrong := [t for t in recipe.data.taps if t != "final" and not 0 <= int(t) < layers]:
+        raise RecipeError(f"data.taps: {wrong} are not in 0 … {layers - 1} for a target of {layers} layers")
+    if missing := [t for t in head if t not in named and t != "final"]:
+        raise RecipeError(f"data.taps {recipe.data.taps} lacks {missing}, which head {recipe.head['type']} reads: add them, or leave data.taps out")
+    return (*sorted(t for t in named if isinstance(t, int)), *(["final"] if "final" in named else []))
+
+
+def _lent(recipe: Recipe, target: Target, folder: Path, conversations: Sequence[Conversation]) -> RowStore:
+    """The finished rows of another run (data.rows). RecipeError where they are not what this recipe would make itself, taps apart."""
+    store = RowStore.open(folder, deep=True)
+    ours, theirs = (_comparable(f) for f in (_facts(recipe, target, None, conversations), store.manifest.get("request", {})))
+    if ours != theirs:
+        raise RecipeError(f"data.rows: the rows in {folder} were made from other facts than this recipe's: {_differences(theirs, ours)}; "
+                          "make the two recipes agree, or leave data.rows out")
+    if recipe.data.features == "capture":
+        store.select(head_config(recipe.head, target.geometry).taps)
+    return store
+
+
+def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
+    """Of a run's facts, what its rows have to share with another's: not how they are cut into shards, nor which states lie beside them."""
+    data = {k: v for k, v in facts.get("data", {}).items() if k not in ("shard_rows", "features")}
+    return {k: v for k, v in facts.items() if k != "taps"} | {"data": data}
+
+
 # --- what decides the content ------------------------------------------------------------------------------------------------------------
 
 
@@ -92,10 +139,12 @@ def _recipe_facts(recipe: Recipe, conversations: Sequence[Conversation]) -> dict
     """Known without the target: whether a finished folder can be opened at once."""
     section = recipe.target.model_dump(mode="json", exclude={"chat_template"})
     template = recipe.target.chat_template
+    # With data.taps the rows are the same for all heads that these serve; without, the facts are what they were before there was data.taps.
+    head = {k: recipe.head.get(k) for k in ("type", "taps")} if recipe.data.taps is None else {"taps": recipe.data.taps}
     return {
         "format": FORMAT, "target": section, "files": _fingerprint(Path(recipe.target.name)),
         "template": _fingerprint(Path(template)) if template else None,
-        "head": {k: recipe.head.get(k) for k in ("type", "taps")}, **_data_facts(recipe, conversations),
+        "head": head, **_data_facts(recipe, conversations),
     }
 
 

@@ -13,6 +13,7 @@ D hidden, F = K · D feature width.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -27,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftheads.recipes.files import atomic_path, sha256_file, write_json
-from draftheads.recipes.schema import RecipeError, content_hash
+from draftheads.recipes.schema import Recipe, RecipeError, content_hash
 
 FORMAT = 1
 MAX_OPEN_SHARDS = 64
@@ -177,6 +178,7 @@ class RowStore:
     hash     the data hash, 16 hex digits
     counts   kept, dropped and failed rows by reason, as distillation counted them
     manifest the whole of manifest.json
+    taps     whose states the rows hold, in this order; None: none (or rows from elsewhere)
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -184,6 +186,8 @@ class RowStore:
         self.manifest = manifest
         self.hash: str = manifest["hash"]
         self.counts: dict[str, Any] = manifest["counts"]
+        self.taps: list[int | str] | None = manifest.get("request", {}).get("taps")
+        self._columns: list[int | None] | None = None
         self._names = [s["name"] for s in manifest["shards"]]
         self._open: dict[int, _Shard] = {}
         self._where: list[tuple[int, int]] = []
@@ -222,6 +226,20 @@ class RowStore:
         write_manifest(folder, receipts, {"rows": len(rows)} | (counts or {}))
         return cls.open(folder)
 
+    def select(self, taps: Sequence[int | str]) -> RowStore:
+        """The same rows with the states of these taps alone, in this order: what one head reads of a store made for several.
+
+        "final" is in every row, captured or not. RecipeError where another tap is not.
+        """
+        stored = self.taps or []
+        if missing := [t for t in taps if t not in stored and (t != "final" or self.taps is None)]:
+            raise RecipeError(f"{self.folder} holds the states of {f'taps {stored}' if stored else 'no taps'}, the head reads {list(taps)}: "
+                              f"name {missing} in data.taps where these rows are made and distil again, or set data.features: online")
+        chosen = copy.copy(self)
+        chosen._open = {}
+        chosen._columns = None if list(taps) == stored else [stored.index(t) if t in stored else None for t in taps]
+        return chosen
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -229,7 +247,7 @@ class RowStore:
         shard, row = self._find(index)
         ids, flags = shard.tokens(row)
         meta = shard.metas[row]
-        features_TF, final_TD, lse_T = shard.states(row)
+        features_TF, final_TD, lse_T = shard.states(row, self._columns)
         return Row(meta["id"], meta["category"], ids, flags, meta["finish_reason"], meta["temperature"], meta["seed"],
                    features_TF, final_TD, lse_T, meta["extra"])
 
@@ -276,12 +294,19 @@ class _Shard:
         span = slice(self.starts[row], self.starts[row + 1])
         return self.file.get_slice("ids")[span].long(), self.file.get_slice("flags")[span].bool()
 
-    def states(self, row: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def states(self, row: int, columns: Sequence[int | None] | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """columns: which of the stored taps, in this order (None: the final state); None: all as they are stored."""
         if not self.captured:
             return None, None, None
         span = slice(self.starts[row] - row, self.starts[row + 1] - row - 1)
-        read = {name: self.file.get_slice(name)[span] for name in ("features", "features_rms", "final", "final_rms", "lse")}
-        return restore(read["features"], read["features_rms"]), restore(read["final"], read["final_rms"]), read["lse"]
+        features_SF, rms_SK, final_SD, final_rms_S1, lse_S = (
+            self.file.get_slice(name) for name in ("features", "features_rms", "final", "final_rms", "lse"))
+        final_TD, rms_TK = restore(final_SD[span], final_rms_S1[span]), rms_SK[span]
+        if columns is None:
+            return restore(features_SF[span], rms_TK), final_TD, lse_S[span]
+        D = final_TD.shape[-1]
+        parts = [final_TD if k is None else restore(features_SF[span, k * D : (k + 1) * D], rms_TK[:, k : k + 1]) for k in columns]
+        return torch.cat(parts, -1), final_TD, lse_S[span]
 
 
 def _safe_open(path: Path) -> Any:
@@ -293,6 +318,14 @@ def _safe_open(path: Path) -> Any:
 
 def _lengths(path: Path) -> list[int]:
     return [int(n) for n in _safe_open(path).get_tensor("lengths").tolist()]
+
+
+def rows_folder(recipe: Recipe) -> Path:
+    """Where the rows are that this recipe trains on."""
+    if recipe.data.rows is None:
+        return recipe.run_dir / "distill"
+    given = Path(recipe.data.rows)
+    return given / "distill" if (given / "distill").is_dir() else given
 
 
 def shard_name(number: int) -> str:

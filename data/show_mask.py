@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftheads.data.conversations import read_prompts
-from draftheads.data.features import RowStore
+from draftheads.data.features import RowStore, rows_folder
 from draftheads.data.template import answer_mask, check_coverage
 from draftheads.inference import sources
 from draftheads.recipes.schema import Recipe, RecipeError
@@ -24,7 +24,7 @@ def masked_rows(recipe: Recipe, count: int) -> dict[str, Any]:
     RecipeError where nothing has an answer yet, or where the mask covers nothing or everything.
     """
     tokenizer = load_tokenizer(recipe)
-    folder = recipe.run_dir / "distill"
+    folder = rows_folder(recipe)
     if (folder / "manifest.json").is_file():
         store = RowStore.open(folder)
         shown = [store[i] for i in range(min(count, len(store)))]

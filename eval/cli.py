@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from draftheads.eval.cli_formats import export_head, import_head
 from draftheads.eval.cli_generate import CkptOption, DeviceOption, JsonOption, SetOption, from_here, generate, here, tree
 from draftheads.inference.checkpoints import find_folder
 from draftheads.inference.shapes import parse_shape
@@ -28,7 +29,8 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Train, measure and use draft heads for speculative decoding.\n\n"
     "A run, in order: `specdec plan` → `distill` → `show-mask` → `train` → `eval` → `generate`. The first four take the same recipe, the last "
-    "two the run folder (`--ckpt`), which names all they need; `tree` searches a draft tree for them. `distill`, `train` and `eval`, when "
+    "two the run folder (`--ckpt`), which names all they need; `tree` searches a draft tree for them, `export` and `import` write and read heads "
+    "in the layouts of engines. `distill`, `train` and `eval`, when "
     "stopped, go on where they were if you run the same command again.",
 )
 eval_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -246,7 +248,7 @@ def distill(
 
     silence()
     store = run(loaded, progress=not as_json)
-    found = {"folder": str(loaded.run_dir / "distill"), "rows": len(store), "hash": store.hash, "counts": store.counts}
+    found = {"folder": str(store.folder), "rows": len(store), "hash": store.hash, "counts": store.counts}
     print(json.dumps(found, indent=2, default=str) if as_json else f"{len(store)} rows in {found['folder']}")
 
 
@@ -298,9 +300,11 @@ def train(
         raise typer.Exit(run_launcher(command))
 
 
-# The commands of the decoder are in a file of their own.
+# The commands of the decoder, and of layouts, are in files of their own.
 app.command("generate")(generate)
 app.command("tree")(tree)
+app.command("export")(export_head)
+app.command("import")(import_head)
 
 
 if __name__ == "__main__":

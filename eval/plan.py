@@ -44,7 +44,7 @@ def make_plan(recipe: Recipe, *, processes: int = 1, tflops: float | None = None
         tflops, bandwidth = tflops or measured[0], bandwidth or measured[1]
     tokens = count_tokens(recipe)
     sizes = {"target": target_parameters(geometry), "head_trained": trained, "draft_vocab": size}
-    taps = len([t for t in head.taps if t != "final"])
+    taps = len([t for t in recipe.data.taps or head.taps if t != "final"])
     return {
         "run": str(recipe.run_dir), "target": recipe.target.name, "parameters": sizes, "tokens": tokens,
         "disk_gib": _disk(recipe, geometry, tokens, taps, stored, trained), "memory_gib": _memory(recipe, geometry, sizes, taps, width),
@@ -66,9 +66,9 @@ def target_parameters(g: Geometry) -> int:
 def count_tokens(recipe: Recipe) -> dict[str, Any]:
     """Prompts, prompt tokens, answer tokens, training tokens and steps. From the distilled store, if it is finished and answers these prompts."""
     from draftheads.data.distill import same_prompts
-    from draftheads.data.features import RowStore
+    from draftheads.data.features import RowStore, rows_folder
 
-    folder = recipe.run_dir / "distill"
+    folder = rows_folder(recipe)
     if (folder / "manifest.json").is_file() and same_prompts(recipe) is not False:
         store = RowStore.open(folder)
         rows, total = len(store), int(sum(store.lengths))
@@ -105,6 +105,8 @@ def _disk(recipe: Recipe, g: Geometry, tokens: dict[str, Any], taps: int, stored
     from draftheads.data.features import bytes_per_token
 
     features = tokens["all"] * bytes_per_token(taps, g.hidden_size) if recipe.data.features == "capture" else tokens["all"] * 5
+    if recipe.data.rows is not None:  # they lie in another run
+        features = 0
     # Two moments and the weights in fp32; one more copy exists while a checkpoint is being replaced.
     checkpoints = (recipe.train.keep + 1) * (stored + 8 * trained) + stored
     return _gib({"distill": features, "checkpoints": checkpoints})

@@ -53,7 +53,8 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
     folder = find_folder(Path(path).expanduser())
     meta = read_meta(folder)
     raw = stored_recipe(folder, meta)
-    raw["target"] = {**(raw.get("target") or {}), "name": meta.target, "revision": meta.revision}
+    stored = raw.get("target") or {}
+    raw["target"] = {**stored, "name": meta.target or stored.get("name", ""), "revision": meta.revision}
     raw["target"].pop("trust_remote_code", None)  # a checkpoint may come from anywhere: it cannot allow itself to run code
     raw.setdefault("head", meta.head)
     for item in overrides:
@@ -68,7 +69,9 @@ def open_checkpoint(path: str | Path, overrides: Sequence[str] = (), options: di
             raw["eval"]["drafters"] = [*drafters, "draft_model"]
     recipe: Recipe = validate(Recipe, raw, f"recipe of {folder}")
     parse_shape(recipe.eval.tree)
-    return Checkpoint(folder, run_folder(folder), meta, recipe)
+    # An exported head's report is its own: it must not take the place of the run's.
+    run = run_folder(folder) if meta.layout is None and meta.geometry is not None else None
+    return Checkpoint(folder, run, meta, recipe)
 
 
 # ---- prompts

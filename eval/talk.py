@@ -14,7 +14,7 @@ from draftheads.eval.report.tables import figure
 from draftheads.inference import metrics
 from draftheads.inference.api import SpeculativeDecoder, encode
 from draftheads.inference.drafters.base import Drafter
-from draftheads.inference.drafters.choose import choose
+from draftheads.inference.drafters.choose import check_draft, choose
 from draftheads.inference.requests import Limits, Sampling
 from draftheads.inference.sampling import check
 from draftheads.inference.shapes import Shape
@@ -44,6 +44,7 @@ def talk(recipe: Recipe, folder: Path | None, ask: Ask, *, device: str | None, s
     if not ask.text.strip():
         raise RecipeError("the prompt is empty")
     check(ask.sampling)
+    check_draft(named_draft(folder, ask), ask.copy_first)
     target = subject.load_target(recipe.target, device=device)
     # A drafter made here, not a name for the decoder to choose by: how it copies, and whether a head drafts in int8, is what the recipe says, as in
     # specdec-eval. The library knows no recipe.
@@ -78,11 +79,14 @@ def talk(recipe: Recipe, folder: Path | None, ask: Ask, *, device: str | None, s
     }
 
 
-def load_drafter(recipe: Recipe, folder: Path | None, target: Target, ask: Ask) -> Drafter:
+def named_draft(folder: Path | None, ask: Ask) -> Path | str | None:
     if ask.draft == "head" and folder is None:
         raise RecipeError("--draft head is the checkpoint's own head: give the checkpoint, --ckpt DIR")
-    draft = folder if ask.draft == "head" else ask.draft
-    return choose(draft, target, copy_first=ask.copy_first, int8=subject.int8(recipe.eval, target), **subject.copying(recipe.eval))
+    return folder if ask.draft == "head" else ask.draft
+
+
+def load_drafter(recipe: Recipe, folder: Path | None, target: Target, ask: Ask) -> Drafter:
+    return choose(named_draft(folder, ask), target, copy_first=ask.copy_first, int8=subject.int8(recipe.eval, target), **subject.copying(recipe.eval))
 
 
 class Writer:

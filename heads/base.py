@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from draftheads.recipes.schema import Geometry
+from draftheads.heads.vocab import checked_ids, draft_maps
+from draftheads.recipes.schema import Geometry, RecipeError
 
 
 @dataclass
@@ -39,10 +41,10 @@ class DraftBatch:
 
 @dataclass
 class Unrolled:
-    """states: J tensors [B, T, D], what `logits` turns into draft logits of step j. extras: named outputs some losses need."""
+    """states: J tensors [B, T, S], what `logits` turns into draft logits of step j. S is the head's own business: a head whose logits also need
+    the token before them packs its embedding behind the hidden state."""
 
     states: list[Tensor]
-    extras: dict[str, Any] = field(default_factory=dict)
 
 
 class DraftHead(nn.Module, ABC):
@@ -58,11 +60,35 @@ class DraftHead(nn.Module, ABC):
     geometry: Geometry
     # int64 [U], offset map: target id = draft id + d2t[draft id]. A persistent buffer. Identity (zeros) when the vocabulary is whole.
     d2t: Tensor
+    # Values of `geometry` that an imported head has otherwise than its target (rotary parameters, epsilon).
+    own: dict[str, Any] = {}
+    # The most levels a draft can have, None: as many as there is room for.
+    max_depth: int | None = None
 
     @classmethod
     @abstractmethod
     def build(cls, config: Any, geometry: Geometry, draft_ids: Tensor | None) -> DraftHead:
         """A fresh head for a target of this geometry; draft_ids (sorted int64 [U]) are the target ids of the reduced vocabulary, None = all."""
+
+    def set_vocabulary(self, draft_ids: Tensor | None, size: int | None) -> int:
+        """For __init__: register d2t and t2d (bool [V]: is this target id in the draft vocabulary). -> U"""
+        ids_U = checked_ids(draft_ids, size, self.geometry.vocab_size)
+        d2t_U, t2d_V = draft_maps(ids_U, self.geometry.vocab_size)
+        self.register_buffer("d2t", d2t_U)
+        self.register_buffer("t2d", t2d_V)
+        return len(ids_U)
+
+    def target_ids_U(self) -> Tensor:
+        """int64 [U], sorted: the target id of each draft id."""
+        return self.target_ids(torch.arange(len(self.d2t), device=self.d2t.device))
+
+    def rows_UD(self, lm_head_VD: Tensor) -> Tensor:
+        """The target's lm_head rows of the draft vocabulary. RecipeError if it is not the lm_head of the head's target."""
+        V, D = self.geometry.vocab_size, self.geometry.hidden_size
+        if lm_head_VD.shape[1] != D or lm_head_VD.shape[0] < V:
+            raise RecipeError(f"the target's lm_head is {tuple(lm_head_VD.shape)}, the head was built for ({V}, {D})")
+        whole = len(self.d2t) == len(lm_head_VD)
+        return lm_head_VD.detach() if whole else lm_head_VD.detach()[self.target_ids_U().to(lm_head_VD.device)]
 
     @abstractmethod
     def borrow(self, embed_VD: Tensor, lm_head_VD: Tensor) -> None:
@@ -75,13 +101,31 @@ class DraftHead(nn.Module, ABC):
         batches: one row each, on the head's device, made as they are read: read no more than needed. Draws from torch's global generator only.
         """
 
-    @abstractmethod
-    def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:
-        """All steps of the training-time test, vectorised over slots. steps ≤ J."""
+    def check_steps(self, steps: int) -> None:
+        """RecipeError if the head cannot be unrolled to so many steps (a block of another length, more steps than it has heads)."""
+
+    def thin(self, valid_TJ: Tensor, generator: torch.Generator) -> Tensor:
+        """bool [T, J], within valid_TJ: which of a row's loss slots are trained this time, for heads that would be too dear everywhere (anchors of a
+        block, rollouts of P-EAGLE). A slot that is kept at step j is kept at all earlier steps, and one at step 0 at least, where
+        there is one. The default keeps all."""
+        return valid_TJ
 
     @abstractmethod
-    def logits(self, states: Tensor) -> Tensor:
-        """[..., D] → [..., U] draft-vocabulary logits. Separate from unroll, so that the loss applies it to gathered valid slots in chunks."""
+    def unroll(self, batch: DraftBatch, steps: int) -> Unrolled:
+        """All steps of the training-time test, vectorised over slots. steps ≤ J. What is no loss slot (batch.valid_BTJ) may hold anything finite."""
+
+    @abstractmethod
+    def logits(self, states: Tensor, step: int = 0) -> Tensor:
+        """[..., S] → [..., U] draft-vocabulary logits of unroll step `step`, the same for all steps in heads with one lm_head. Separate from
+        unroll, so that the loss applies it to gathered valid slots in chunks."""
+
+    def regressed(self, states: Tensor) -> Tensor:
+        """[..., S] → [..., D]: the part of a state that is to be the target's post-norm state at the label's position (loss smooth_l1)."""
+        raise NotImplementedError
+
+    def confidence(self, states: Tensor) -> Tensor:
+        """[..., S] → [...]: logits of the probability that the draft is accepted here (loss confidence)."""
+        raise NotImplementedError
 
     # ---- drafting
     @abstractmethod
@@ -98,9 +142,11 @@ class DraftHead(nn.Module, ABC):
         """Commit counts_B new (feature, token) pairs for the rows of `rows`; overwrites whatever drafting left in those slots."""
 
     @abstractmethod
-    def begin(self, state: Any, rows: slice) -> Tensor:
-        """Begin a draft behind the committed pairs of `rows`; what an earlier draft left is forgotten. -> draft logits [B, U] of the first
-        drafted token. The committed state is unchanged by this and by `step`."""
+    def begin(self, state: Any, rows: slice, depth: int | None = None) -> Tensor:
+        """Begin a draft of at most `depth` levels (None: max_depth) behind the committed pairs of `rows`; what an earlier draft left is
+        forgotten. -> draft logits [B, U] of the first drafted token. The committed state is unchanged by this and by `step`.
+
+        Heads that draft all levels at once do so here (depth is theirs to use: no more levels will be asked for)."""
 
     @abstractmethod
     def step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, rows: slice) -> Tensor:
@@ -112,6 +158,11 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def move(self, state: Any, source: int, to: int) -> None:
         """Copy row `source` of the state to row `to`."""
+
+    # ---- export
+    @abstractmethod
+    def engine_config(self) -> dict[str, Any]:
+        """What config.json of a checkpoint says: the layout of the engine that comes nearest to reading the folder as it is."""
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids → target ids."""

@@ -4,6 +4,9 @@ draftheads.json (HeadMeta) says what the head belongs to: target and revision, c
 Loading compares all of it: a mismatch is an error, never a low acceptance. config.json is the flat layout of the engines (no tying).
 Borrowed weights are not in the file: the target's embedding never, the lm_head only when the head trained its own
 (`freeze_lm_head: false`); exports fill them in.
+
+load_head also opens what `specdec export` wrote (draftheads.json names its layout), and folders of other tools, which have no draftheads.json:
+heads/formats/ reads both.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from draftheads.heads import build_head
 from draftheads.heads.base import DraftHead
+from draftheads.heads.formats.detect import is_head_folder
 from draftheads.heads.vocab import vocab_hash
 from draftheads.recipes.files import atomic_folder, existing_folder, sha256_file
 from draftheads.recipes.schema import Geometry, RecipeError, read_yaml, validate
@@ -47,7 +51,9 @@ class HeadMeta(BaseModel):
     geometry: Geometry | None = None
     taps: tuple[int | str, ...] = ()
     draft_vocab_hash: str | None = None
-    weights_hash: str | None = Field(None, description="sha256 of model.safetensors")
+    weights_hash: str | None = Field(None, description="sha256 of the file with the weights")
+    layout: str | None = Field(None, description="of an exported folder: which of heads/formats/; None: ours")
+    own: dict[str, Any] = Field(default_factory=dict, description="values of the geometry that the head has otherwise than its target")
 
 
 def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -> None:
@@ -55,7 +61,7 @@ def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -
     weights = {name: t.detach().cpu().contiguous() for name, t in head.state_dict().items()}
     meta = meta.model_copy(
         update={
-            "head": head.config.model_dump(mode="json"), "geometry": head.geometry, "taps": tuple(head.taps),
+            "head": head.config.model_dump(mode="json"), "geometry": meta.geometry if head.own else head.geometry, "taps": tuple(head.taps),
             "draft_vocab_hash": vocab_hash(_ids(head.d2t)),
         }
     )
@@ -63,13 +69,19 @@ def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -
         save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
         (part / WEIGHTS).chmod(0o644)  # safetensors makes it private
         meta = meta.model_copy(update={"weights_hash": sha256_file(part / WEIGHTS)})
-        (part / CONFIG).write_text(_json(head.engine_config()))  # type: ignore[operator]
+        (part / CONFIG).write_text(_json(head.engine_config()))
         (part / META).write_text(_json(meta.model_dump(mode="json")))
 
 
 def read_meta(folder: str | os.PathLike[str]) -> HeadMeta:
-    """Only draftheads.json: cheap, for commands that must first find the target. RecipeError when it is no checkpoint folder."""
+    """Only draftheads.json: cheap, for commands that must first find the target. RecipeError when it is no checkpoint folder.
+
+    For a head of another tool: the target that its config names, or "", and no geometry."""
     folder = existing_folder(folder)
+    if not (folder / META).exists() and is_head_folder(folder):
+        from draftheads.heads.formats.opening import foreign_meta
+
+        return foreign_meta(folder)
     raw = _read_json(folder / META)
     found = raw.get("format", FORMAT)
     if not isinstance(found, int):
@@ -107,12 +119,19 @@ def load_head(
     """
     folder = existing_folder(folder)
     meta = read_meta(folder)
-    assert meta.geometry is not None
+    if meta.geometry is None:
+        from draftheads.heads.formats.opening import open_foreign
+
+        return open_foreign(folder, geometry)
     if geometry is not None:
         check_geometry(meta.geometry, geometry, str(folder))
     if template_hash is not None and meta.template_hash is not None and template_hash != meta.template_hash:
         raise RecipeError(f"{folder} was trained with chat template {meta.template_hash}, the target's is {template_hash}: "
                           "use the one it was trained with: chat_template=PATH, in a command --set target.chat_template=PATH")
+    if meta.layout is not None:
+        from draftheads.heads.formats.opening import open_export
+
+        return open_export(folder, meta)
     weights = _read_weights(folder / WEIGHTS)
     if "d2t" not in weights or weights["d2t"].dtype != torch.int64 or weights["d2t"].dim() != 1:
         raise RecipeError(f"{folder / WEIGHTS}: tensor d2t (int64, one dimension) is missing")
@@ -121,14 +140,15 @@ def load_head(
         raise RecipeError(f"{folder}: the vocabulary map d2t has not the hash {meta.draft_vocab_hash} of {META}: the files are from different runs")
     try:
         with torch.random.fork_rng(devices=[]):  # loading draws no random numbers, as far as the caller can tell
-            head = build_head(meta.head, meta.geometry, ids_U)
+            head = build_head(meta.head, with_own(meta.geometry, meta.own), ids_U)
     except RecipeError as error:
         raise RecipeError(f"{folder}: {error}") from None
-    _check_weights(head.state_dict(), weights, folder / WEIGHTS)
+    check_weights(head.state_dict(), weights, folder / WEIGHTS)
     if meta.weights_hash is not None and sha256_file(folder / WEIGHTS) != meta.weights_hash:
         raise RecipeError(f"{folder / WEIGHTS} is not the file that was written (its sha256 differs): copy the checkpoint again")
     head.load_state_dict(weights)
-    _check_config(head.engine_config(), _read_json(folder / CONFIG), folder / CONFIG)  # type: ignore[operator]
+    head.own = meta.own
+    _check_config(head.engine_config(), _read_json(folder / CONFIG), folder / CONFIG)
     return head, meta
 
 
@@ -140,7 +160,13 @@ def check_geometry(made_for: Geometry, target: Geometry, where: str) -> None:
         raise RecipeError(f"{where} was made for another target: " + ", ".join(different))
 
 
-def _check_weights(expected: dict[str, Tensor], found: dict[str, Tensor], where: Path) -> None:
+def with_own(geometry: Geometry, own: dict[str, Any]) -> Geometry:
+    """The geometry by which a head is built: its target's, with what it has otherwise."""
+    found: Geometry = validate(Geometry, {**geometry.model_dump(), **own}, META)
+    return found
+
+
+def check_weights(expected: dict[str, Tensor], found: dict[str, Tensor], where: Path | str) -> None:
     missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or unknown:
         parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)

@@ -1,11 +1,11 @@
-"""What heads of the EAGLE family are made of: a decoder layer over [embedding; state], its attention in training and in drafting, rotary.
+"""What heads are made of: decoder layers, their attention in training and in drafting, residual blocks, rotary.
 
 Attention has two forms with the same numbers: `attend_unrolled` for all slots of a training batch at one unroll step, `attend_cached` for the
 new queries of each row over the drafting cache (heads/slots.py). Query heads that share a key/value head are folded into the query axis; keys are
 never repeated.
 
-Shape suffixes: B rows, T slots, H hidden, X = 2H, K key/value heads, G query heads per key/value head, Q = G·T folded queries, D head
-dimension, S slots of the drafting cache, W drafted tokens of one level.
+Shape suffixes: B rows, T slots, H hidden, X what attention reads (2H where it is [embedding; state]), K key/value heads, G query heads per
+key/value head, Q = G·T folded queries, D head dimension, S slots of the drafting cache, W drafted tokens of one level.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.recipes.schema import Geometry
+from draftheads.recipes.schema import Geometry, RecipeError
 
 
 class Norm(nn.RMSNorm):
@@ -27,28 +27,33 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Projections of cat[e; g] (2H wide). Attention itself is in the two functions below: over an unrolled batch, and over the drafting cache."""
+    """Projections. Attention itself is in the two functions below: over an unrolled batch, and over the drafting cache."""
 
-    def __init__(self, H: int, Q: int, K: int, D: int) -> None:
-        """H hidden, Q query heads, K key/value heads, D head dimension."""
+    def __init__(self, X: int, H: int, Q: int, K: int, D: int, qk_eps: float | None = None) -> None:
+        """X width of the inputs, H hidden, Q query heads, K key/value heads, D head dimension; qk_eps: Qwen3's RMSNorm of queries and keys."""
         super().__init__()
         self.kv_heads, self.head_dim, self.groups = K, D, Q // K
-        self.q_proj = nn.Linear(2 * H, Q * D, bias=False)
-        self.k_proj = nn.Linear(2 * H, K * D, bias=False)
-        self.v_proj = nn.Linear(2 * H, K * D, bias=False)
+        self.q_proj = nn.Linear(X, Q * D, bias=False)
+        self.k_proj = nn.Linear(X, K * D, bias=False)
+        self.v_proj = nn.Linear(X, K * D, bias=False)
         self.o_proj = nn.Linear(Q * D, H, bias=False)
+        self.q_norm = None if qk_eps is None else Norm(D, qk_eps)
+        self.k_norm = None if qk_eps is None else Norm(D, qk_eps)
 
     def query(self, x_BTX: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """→ [B, K, G·T, D], rotated and scaled by 1/√D: groups are folded into the query axis, so keys are never repeated."""
         B, T, _ = x_BTX.shape
         q_BTKGD = self.q_proj(x_BTX).view(B, T, self.kv_heads, self.groups, self.head_dim)
+        if self.q_norm is not None:
+            q_BTKGD = self.q_norm(q_BTKGD)
         q_BKGTD = rotate(q_BTKGD.permute(0, 2, 3, 1, 4), cos_sin) * self.head_dim**-0.5
         return q_BKGTD.reshape(B, self.kv_heads, self.groups * T, self.head_dim)
 
     def key_value(self, x_BTX: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """→ rotated keys and values, [B, K, T, D]."""
         B, T, _ = x_BTX.shape
-        k_BKTD = self.k_proj(x_BTX).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
+        k_BTKD = self.k_proj(x_BTX).view(B, T, self.kv_heads, self.head_dim)
+        k_BKTD = (k_BTKD if self.k_norm is None else self.k_norm(k_BTKD)).transpose(1, 2)
         v_BKTD = self.v_proj(x_BTX).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
         return rotate(k_BKTD, cos_sin), v_BKTD
 
@@ -76,7 +81,7 @@ class MidLayer(nn.Module):
         super().__init__()
         self.input_layernorm = Norm(H, eps)
         self.hidden_norm = Norm(H, eps)
-        self.self_attn = Attention(H, heads, kv_heads, head_dim)
+        self.self_attn = Attention(2 * H, H, heads, kv_heads, head_dim)
         self.post_attention_layernorm = Norm(H, eps)
         self.mlp = Mlp(H, inner)
 
@@ -89,6 +94,38 @@ class MidLayer(nn.Module):
         return h_BTH + self.mlp(self.post_attention_layernorm(h_BTH))
 
 
+class Layer(nn.Module):
+    """A Llama (with qk_norm: Qwen3) decoder layer; `inputs` → attention → `finish`. input_norm False: EAGLE-1's, without its first norm."""
+
+    def __init__(self, H: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float, *, qk_norm: bool = False,
+                 input_norm: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(H, eps) if input_norm else None
+        self.self_attn = Attention(H, H, heads, kv_heads, head_dim, eps if qk_norm else None)
+        self.post_attention_layernorm = Norm(H, eps)
+        self.mlp = Mlp(H, inner)
+
+    def inputs(self, h_BTH: Tensor) -> Tensor:
+        return h_BTH if self.input_layernorm is None else self.input_layernorm(h_BTH)
+
+    def finish(self, attention_BTH: Tensor, h_BTH: Tensor) -> Tensor:
+        h_BTH = h_BTH + attention_BTH
+        return h_BTH + self.mlp(self.post_attention_layernorm(h_BTH))
+
+
+class ResBlock(nn.Module):
+    """Medusa's: x + SiLU(Wx + b), W and b zero at first, so that it begins as the identity (arXiv 2401.10774)."""
+
+    def __init__(self, H: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
 class BorrowedLinear(nn.Linear):
     """A Linear whose weight belongs to the target: a non-persistent buffer, NaN until it is lent."""
 
@@ -96,6 +133,32 @@ class BorrowedLinear(nn.Linear):
         super().__init__(inputs, outputs, bias=False, device="meta")
         del self.weight
         self.register_buffer("weight", nan_table(outputs, inputs), persistent=False)
+
+
+def lm_head(H: int, U: int, *, frozen: bool) -> nn.Linear:
+    """The target's rows, borrowed, or a copy of them to be trained: NaN until `borrow_rows`."""
+    if frozen:
+        return BorrowedLinear(H, U)
+    layer = nn.Linear(H, U, bias=False)
+    nn.init.constant_(layer.weight, float("nan"))
+    return layer
+
+
+def borrow_rows(layer: nn.Linear, rows_UH: Tensor, like: Tensor) -> None:
+    """Lend the target's rows to an `lm_head`: shared where device and dtype allow, or copied, once, into one that is trained."""
+    if isinstance(layer, BorrowedLinear):
+        layer.weight = rows_UH.to(like)
+    elif layer.weight[0].isnan().any():
+        with torch.no_grad():
+            layer.weight.copy_(rows_UH)
+
+
+def borrow_embedding(head: nn.Module, embed_VD: Tensor, like: Tensor) -> None:
+    """The dtype stays the target's: a second embedding would be the head's largest tensor."""
+    expected = head.get_buffer("embed_VD").shape[1]
+    if embed_VD.shape[1] != expected:
+        raise RecipeError(f"the target's embedding is {tuple(embed_VD.shape)}, the head was built for a width of {expected}")
+    head.embed_VD = embed_VD.detach().to(like.device)
 
 
 def nan_table(*shape: int) -> Tensor:

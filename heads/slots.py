@@ -1,4 +1,4 @@
-"""DraftSlots: the key/value cache of a head that drafts with attention of its own, one layer, static.
+"""DraftSlots: the key/value cache of a head that drafts with attention of its own, in one or more layers, static.
 
 Row b's committed pairs lie in slots 0 … lengths[b]−1, slot = position. A draft lies behind them: its i-th token in slot lengths[b] + i, whatever
 its depth. What an earlier draft left there is garbage that masks hide and later writes cover.
@@ -7,7 +7,7 @@ Two ways to find a slot. With `view` None the host's lengths are used: slices, n
 or mask costs as much as the arithmetic of a small head). With `view` set nothing depends on the host: the same operations at every length, as a
 captured CUDA graph needs them; attention then reads `view` slots.
 
-Shape suffixes: B rows, K key/value heads, S slots, D head dimension, T new tokens, W tokens of a draft level, A drafted slots so
+Shape suffixes: L layers, B rows, K key/value heads, S slots, D head dimension, T new tokens, W tokens of a draft level, A drafted slots so
 far, Q folded queries.
 """
 
@@ -22,18 +22,19 @@ from draftheads.heads.layers import attend_cached
 
 
 class DraftSlots:
-    """batch rows of at most max_len pairs and, behind them, `drafts` drafted tokens. cos_sin: positions [1, S] → cos, sin [1, S, D]."""
+    """batch rows of at most max_len pairs and, behind them, `drafts` drafted tokens. cos_sin: positions [1, S] → cos, sin [1, S, D]. All layers
+    have the same lengths: `write` to each of them before `advance`."""
 
     def __init__(self, batch: int, max_len: int, drafts: int, kv_heads: int, head_dim: int, like: Tensor,
-                 cos_sin: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+                 cos_sin: Callable[[Tensor], tuple[Tensor, Tensor]], layers: int = 1) -> None:
         self.max_len, self.drafts = max_len, drafts
         self.view: int | None = None
         # One slot more: it takes what padding writes and is never read.
         S = max_len + drafts + 1
         # Ordinary tensors even when the caller is in inference mode, so that the state may be used outside it too.
         with torch.inference_mode(False), torch.no_grad():
-            cache = torch.zeros(2, batch, kv_heads, S, head_dim, device=like.device, dtype=like.dtype)
-            self.keys_BKSD, self.values_BKSD = cache[0], cache[1]
+            cache = torch.zeros(2, layers, batch, kv_heads, S, head_dim, device=like.device, dtype=like.dtype)
+            self.keys_LBKSD, self.values_LBKSD = cache[0], cache[1]
             cos_1SD, sin_1SD = cos_sin(torch.arange(S, device=like.device)[None])
             self.cos_SD, self.sin_SD = cos_1SD[0], sin_1SD[0]
             self.lengths = [0] * batch
@@ -47,18 +48,19 @@ class DraftSlots:
         at_BT = self._slots(rows, offset, count)
         return self.cos_SD[at_BT][:, None], self.sin_SD[at_BT][:, None]
 
-    def write(self, rows: slice, k_BKTD: Tensor, v_BKTD: Tensor, offset: int) -> None:
+    def write(self, rows: slice, k_BKTD: Tensor, v_BKTD: Tensor, offset: int, layer: int = 0) -> None:
         """T tokens a row into slots lengths[b] + offset …"""
+        keys_BKSD, values_BKSD = self.keys_LBKSD[layer], self.values_LBKSD[layer]
         T = k_BKTD.shape[2]
         start = self._start(rows)
         if start is not None and start + offset + T < len(self.index_S):
-            self.keys_BKSD[rows, :, start + offset : start + offset + T] = k_BKTD
-            self.values_BKSD[rows, :, start + offset : start + offset + T] = v_BKTD
+            keys_BKSD[rows, :, start + offset : start + offset + T] = k_BKTD
+            values_BKSD[rows, :, start + offset : start + offset + T] = v_BKTD
             return
         slot_BT = self._slots(rows, offset, T)
         row_B1 = torch.arange(*rows.indices(len(self.lengths)), device=slot_BT.device)[:, None]
-        self.keys_BKSD[row_B1, :, slot_BT] = k_BKTD.transpose(1, 2)
-        self.values_BKSD[row_B1, :, slot_BT] = v_BKTD.transpose(1, 2)
+        keys_BKSD[row_B1, :, slot_BT] = k_BKTD.transpose(1, 2)
+        values_BKSD[row_B1, :, slot_BT] = v_BKTD.transpose(1, 2)
 
     def advance(self, rows: slice, counts_B: Tensor, counts: list[int] | None) -> None:
         """Commit the first counts[b] of the tokens just written. counts None (view set): the caller keeps `lengths`, later."""
@@ -66,7 +68,7 @@ class DraftSlots:
         if counts is not None:
             self.lengths[rows] = [n + count for n, count in zip(self.lengths[rows], counts, strict=True)]
 
-    def attend(self, rows: slice, q_BKQD: Tensor, drafted: int = 0, above_BWA: Tensor | None = None) -> Tensor:
+    def attend(self, rows: slice, q_BKQD: Tensor, drafted: int = 0, above_BWA: Tensor | None = None, layer: int = 0) -> Tensor:
         """Queries against all committed slots and, of the first `drafted` behind them, all (above_BWA None) or those marked."""
         lengths = self.lengths[rows]
         n = self.view if self.view is not None else max(lengths) + drafted
@@ -76,12 +78,12 @@ class DraftSlots:
                 mask_BWS = (self.index_S[:n] < self.lengths_B[rows, None] + drafted)[:, None]
             else:
                 mask_BWS = behind_mask(self.lengths_B[rows], self.index_S[:n], above_BWA)
-        return attend_cached(q_BKQD, self.keys_BKSD[rows, :, :n], self.values_BKSD[rows, :, :n], mask_BWS)
+        return attend_cached(q_BKQD, self.keys_LBKSD[layer, rows, :, :n], self.values_LBKSD[layer, rows, :, :n], mask_BWS)
 
     def move(self, source: int, to: int) -> None:
         n = self.lengths[source]
-        for cache_BKSD in (self.keys_BKSD, self.values_BKSD):
-            cache_BKSD[to, :, :n] = cache_BKSD[source, :, :n]
+        for cache_LBKSD in (self.keys_LBKSD, self.values_LBKSD):
+            cache_LBKSD[:, to, :, :n] = cache_LBKSD[:, source, :, :n]
         self.lengths[to] = n
         self.lengths_B[to] = n
 

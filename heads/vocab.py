@@ -60,6 +60,17 @@ def draft_maps(ids_U: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return ids_U - torch.arange(len(ids_U), device=ids_U.device), t2d_V
 
 
+def checked_ids(draft_ids: Tensor | None, size: int | None, vocab_size: int) -> Tensor:
+    """The ids of a draft vocabulary, int64 [U] on the host; None: the first `size` of them (None: all). RecipeError if they are not what `size` says,
+    or don't rise within the target's vocabulary."""
+    ids_U = torch.arange(size or vocab_size) if draft_ids is None else draft_ids.detach().cpu().long()
+    if len(ids_U) != (size or vocab_size):
+        raise RecipeError(f"the draft vocabulary has {len(ids_U)} ids, head.draft_vocab_size asks for {size or vocab_size}")
+    if draft_ids is not None and (not bool((ids_U[1:] > ids_U[:-1]).all()) or int(ids_U[0]) < 0 or int(ids_U[-1]) >= vocab_size):
+        raise RecipeError(f"the draft vocabulary's ids must rise and lie in 0 … {vocab_size - 1}")
+    return ids_U
+
+
 def vocab_hash(ids_U: Tensor) -> str:
     """16 hex digits that name this vocabulary map."""
     return hashlib.sha256(ids_U.detach().cpu().long().contiguous().numpy().tobytes()).hexdigest()[:16]

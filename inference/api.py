@@ -20,7 +20,7 @@ from draftheads.heads.checkpoint import HeadMeta, read_meta, stored_recipe
 from draftheads.inference.checkpoints import find_folder
 from draftheads.inference.decode import complete, decode
 from draftheads.inference.drafters.base import Plan
-from draftheads.inference.drafters.choose import COPIED, Draft, choose
+from draftheads.inference.drafters.choose import COPIED, Draft, check_draft, choose
 from draftheads.inference.gguf import one_line
 from draftheads.inference.options import check_limits, refuse_unknown, resolve, whole
 from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
@@ -157,6 +157,7 @@ def generate(
     whole("seed", seed, None)
     whole("batch_size", batch_size)
     _plan(gamma, tree)
+    check_draft(draft, copy_first, draft_tokenizer)
     target = _target(model, tokenizer)
     if options.eos_ids is not None and options.eos_ids != target.eos_ids:
         target = copy.copy(target)
@@ -183,6 +184,8 @@ def encode(target: Target, prompt: Prompt) -> tuple[int, ...]:
             raise RecipeError(f"the chat template of {target.name} refuses the prompt: {one_line(error)}") from None
         return tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"])
     try:
+        if any(isinstance(t, bool) for t in prompt):
+            raise TypeError
         return tuple(operator.index(t) for t in prompt)  # type: ignore[arg-type]
     except TypeError:
         raise RecipeError(f'a prompt is {prompt!r:.80}; wanted text, a chat (a list of {{"role", "content"}}), or a list of token ids') from None

@@ -30,8 +30,8 @@ from draftheads.inference.shapes import Dynamic, Sampled, Static
 class Stepper(Protocol):
     """A draft in the making, one level at a time; see DraftHead.begin and DraftHead.step, which this is with the state inside."""
 
-    def begin(self) -> Tensor:
-        """Draft logits [B, U] of the first drafted token."""
+    def begin(self, depth: int) -> Tensor:
+        """Draft logits [B, U] of the first drafted token, of a draft of at most `depth` levels."""
 
     def step(self, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
         """W drafted tokens (target ids), below the nodes parents_BW of the level before (0 for the first). -> logits [B, W, U]."""
@@ -110,7 +110,7 @@ def _chain(stepper: Stepper, root_B: Tensor, depth: int, rows: RowSampling, nois
     drafts: list[Tensor] = []
     q: list[Tensor] = []
     for j in range(depth):
-        logits_BU = vocab.usable(stepper.begin() if j == 0 else stepper.step(drafts[-1][:, None], parents_B1)[:, 0])
+        logits_BU = vocab.usable(stepper.begin(depth) if j == 0 else stepper.step(drafts[-1][:, None], parents_B1)[:, 0])
         if stop is not None and stop(logits_BU, j):
             break
         if sampled:
@@ -201,7 +201,7 @@ def _static(stepper: Stepper, root_B: Tensor, shape: Static, depth: int, vocab: 
     B = len(root_B)
     levels, parents_N = _levels(shape, depth, root_B.device)
     tokens, valid = [root_B[:, None]], [torch.ones_like(root_B, dtype=torch.bool)[:, None]]
-    logits_BWU, alive_BW = vocab.usable(stepper.begin())[:, None], valid[0]
+    logits_BWU, alive_BW = vocab.usable(stepper.begin(depth))[:, None], valid[0]
     for level in levels:
         top_BWR, ids_BWR = logits_BWU.topk(min(level.ranks, logits_BWU.shape[-1]), -1)
         # A rank that the vocabulary does not have is a node that is not there, and so is one that must not be proposed.
@@ -219,7 +219,7 @@ def _dynamic(stepper: Stepper, root_B: Tensor, shape: Dynamic, depth: int, vocab
     """Scores are sums of draft log-probabilities along the path. A child's is never above its parent's, and a stable sort keeps a parent before a
     child of the same score (probability 1): whoever is chosen, its ancestors are."""
     B, device = len(root_B), root_B.device
-    logp_BU = vocab.usable(stepper.begin()).log_softmax(-1)
+    logp_BU = vocab.usable(stepper.begin(depth)).log_softmax(-1)
     k = min(shape.top_k, logp_BU.shape[-1])
     scores_BW, ids_BW = logp_BU.topk(k, -1)
     tokens_BW = vocab.ids_U[ids_BW]
@@ -254,7 +254,7 @@ def _dynamic(stepper: Stepper, root_B: Tensor, shape: Dynamic, depth: int, vocab
 def _sampled(stepper: Stepper, root_B: Tensor, shape: Sampled, depth: int, rows: RowSampling, noise: Noise, roots_B: Tensor,
              vocab: DraftVocab) -> DraftTree:
     B, device = len(root_B), root_B.device
-    logits_BWU = vocab.usable(stepper.begin())[:, None]
+    logits_BWU = vocab.usable(stepper.begin(depth))[:, None]
     widths = tuple(min(w, logits_BWU.shape[-1]) for w in shape.widths[:depth])
     tokens, parents, valid, q = [root_B[:, None]], [torch.full((1,), -1, device=device)], [torch.ones(B, 1, dtype=torch.bool, device=device)], []
     first, W = 0, 1  # the level before: index of its first node, and how many it has

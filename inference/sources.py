@@ -33,6 +33,8 @@ class Source:
 
 def locate(name: str, revision: str | None = None) -> Source:
     """Resolve a target's name. GGUF files are converted here (once)."""
+    if not name:
+        raise RecipeError("no target is named here (the head was published without one): add --set target.name=NAME, or give the target")
     if name in NAMED:
         gguf = packaged(name)
         return Source(name, str(converted(gguf, name)), gguf=gguf)

@@ -71,6 +71,9 @@ class DataSection(Section):
     batch_size: int = Field(32, ge=1)
     shard_rows: int = Field(64, ge=1, description="rows of one shard: the unit of resuming")
     features: Literal["capture", "online"] = Field("capture", description="capture: stored while generating; online: a target forward in training")
+    taps: Annotated[list[int | Literal["final"]], Field(min_length=1)] | None = Field(
+        None, description="states to capture, the union of what several heads read; None: this head's")
+    rows: str | None = Field(None, description="another run's folder, or its distill folder: train on its rows instead of making them again")
     drop_loops: bool = Field(True, description="cut an answer where a loop begins")
     seed: int = 0
 
@@ -78,6 +81,9 @@ class DataSection(Section):
 class UnrollStage(Section):
     until: float = Field(description="this stage lasts until this fraction of the steps", gt=0, le=1)
     steps: int = Field(ge=1, description="unroll steps J (training-time test)")
+
+
+LOSSES = Literal["soft_ce", "ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "topk", "smooth_l1", "confidence"]
 
 
 class TrainSection(Section):
@@ -88,6 +94,8 @@ class TrainSection(Section):
     max_len: int = Field(2048, ge=2, description="longer rows are cut, and counted")
     unroll: list[UnrollStage] = Field(default_factory=lambda: [UnrollStage(until=1.0, steps=4)])
     loss_decay: float = Field(0.8, gt=0, le=1)
+    loss: dict[LOSSES, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        {"soft_ce": 1.0}, min_length=1, description="a weighted sum; see heads/losses.py")
     supervise: Literal["answers", "all"] = "answers"
     normalise: Literal["sequence", "token"] = "sequence"
     drop_out_of_vocab: bool = Field(False, description="leave slots whose true token is outside the draft vocabulary out of the loss")
@@ -218,6 +226,8 @@ class Recipe(Section):
             items = [_absolute(v, base) for v in ([value] if isinstance(value, str) else value)]
             data[section]["prompts"] = items[0] if isinstance(value, str) else items
         data["target"]["name"] = _absolute(data["target"]["name"], base)
+        if data["data"]["rows"]:
+            data["data"]["rows"] = str((base / Path(data["data"]["rows"]).expanduser()).resolve())
         if data["eval"]["draft_model"]:
             data["eval"]["draft_model"] = _absolute(data["eval"]["draft_model"], base)
         kind, _, file = data["eval"]["tree"].partition(":")

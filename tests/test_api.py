@@ -322,6 +322,7 @@ def test_bad_input_is_one_clear_line(checkpoint: tuple[Path, Path], tmp_path: Pa
         "no chat template": lambda: generate(model, tiny.tokenizer(128, None), [PROMPTS[1]]),
         "max_new_tokens is 0": lambda: generate(model, tokenizer, ["ab"], max_new_tokens=0, max_len=9),
         "a prompt is 3; wanted text": lambda: generate(model, tokenizer, [3]),  # type: ignore[list-item]
+        r"a prompt is \[True\]; wanted text": lambda: generate(model, tokenizer, [[True]]),
         r"a prompt is \[1.5\]; wanted text": lambda: generate(model, tokenizer, [[1.5]]),  # type: ignore[list-item]
         "the chat template of .* refuses the prompt": lambda: generate(model, tiny.tokenizer(128, "{{ raise_exception('no') }}"), [PROMPTS[1]]),
     }
@@ -337,6 +338,7 @@ def test_bad_input_is_one_clear_line(checkpoint: tuple[Path, Path], tmp_path: Pa
     ({"max_new_tokens": "5"}, "max_new_tokens is '5'"), ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"), ({"max_new_tokens": True}, "is True"),
     ({"max_len": 9.0}, "max_len is 9.0"), ({"max_len": 0}, "max_len is 0"), ({"gamma": 1.5}, "gamma is 1.5"), ({"gamma": 257}, "of 1 … 256"),
     ({"batch_size": 0}, "batch_size is 0"), ({"batch_size": "2"}, "batch_size is '2'"), ({"seed": 0.5}, "seed is 0.5"), ({"tree": 5}, "tree is 5"),
+    ({"draft": "ngarm"}, "did you mean 'ngram'"), ({"draft": "suffix", "copy_first": "ngram"}, "copying before a head or a model"),
 ], ids=str)
 def test_values_are_checked_before_anything_runs(options: dict[str, Any], said: str) -> None:
     def never(*arguments: Any, **named: Any) -> Any:

@@ -26,6 +26,7 @@ from draftheads.inference.requests import Captured, Completion, Round
 from draftheads.inference.target import Target
 from draftheads.recipes.files import locked
 from draftheads.recipes.schema import Recipe, RecipeError
+from draftheads.train import run
 
 WORDS = "tell me about the sea and what fish eat when winter comes over cold dark water".split()
 
@@ -393,6 +394,91 @@ def test_kill_in_mid_shard_then_resume_gives_the_same_bytes(tmp_path, target):
     assert shard_bytes(folder) == shard_bytes(tmp_path / "straight/run/distill")
     assert resumed.hash == straight.hash
     assert not list(folder.glob(".*.part"))
+
+
+# --- one set of rows for several heads -----------------------------------------------------------------------------------------------------
+
+
+def test_the_union_of_the_taps_is_captured_once_and_serves_all_heads(tmp_path, target, monkeypatch):
+    union = distill(recipe_of(tmp_path / "union", taps=["final", 3, 1, 2]), target=target, progress=False)
+    assert union.taps == [1, 2, 3, "final"]
+    for number, taps in enumerate(([1, 2, 3], [1, 3], [2, "final"])):
+        head = {"type": "eagle3", "taps": taps}
+        alone = distill(recipe_of(tmp_path / str(number), head=head), target=target, progress=False)
+        for row, expected in zip(union.select(taps), alone, strict=True):
+            assert torch.equal(row.features_TF, expected.features_TF) and torch.equal(row.final_TD, expected.final_TD)
+        monkeypatch.setattr(module, "regenerate", lambda *a, **k: pytest.fail("rows are made again"))
+        same = distill(recipe_of(tmp_path / "union", head=head, taps=["final", 3, 1, 2]), target=target, progress=False)
+        assert same.hash == union.hash
+        monkeypatch.undo()
+    for wrong, words in (([1, 3], r"lacks \[2\], which head eagle3 reads"), ([1, 2, 3, 4], r"\[4\] are not in 0 … 3")):
+        with pytest.raises(RecipeError, match=words):
+            distill(recipe_of(tmp_path / "wrong", taps=wrong), target=target, progress=False)
+
+
+def test_a_run_uses_the_rows_of_another(tmp_path, target, capsys):
+    first = distill(recipe_of(tmp_path / "a"), target=target, progress=False)
+    before = {f: f.stat().st_mtime_ns for f in (tmp_path / "a/run").rglob("*")}
+    head = {"type": "eagle3", "taps": [1, 3]}
+    for lender in ("a/run", "a/run/distill"):
+        borrower = recipe_of(tmp_path / "b", head=head, rows=str(tmp_path / lender), shard_rows=64, batch_size=1)
+        assert module.rows_folder(borrower) == tmp_path / "a/run/distill"
+        store = distill(borrower, target=target)
+        assert store.hash == first.hash
+        assert "10 rows of another run" in capsys.readouterr().err
+        assert module.same_prompts(borrower)
+    assert not (tmp_path / "b/run/distill").exists()
+    assert {f: f.stat().st_mtime_ns for f in (tmp_path / "a/run").rglob("*")} == before, "the lender is only read"
+    distill(recipe_of(tmp_path / "c", rows=str(tmp_path / "a/run"), features="online"), target=target, progress=False)
+
+
+def test_rows_of_another_recipe_are_refused(tmp_path, target):
+    distill(recipe_of(tmp_path / "a"), target=target, progress=False)
+    lender = str(tmp_path / "a/run")
+    other = Target.from_model(tiny.model(seed=5), tiny.tokenizer())
+    template = Target.from_model(tiny.model(), tiny.tokenizer.__wrapped__(128, tiny.CHATML.replace("assistant", "helper")))
+    for change, who, words in [
+        ({"records": list(prompts(9))}, target, "prompts"), ({"max_new_tokens": 9}, target, "data.max_new_tokens"), ({}, other, "target.weights"),
+        ({}, template, "target.template"), ({"head": {"type": "eagle3", "taps": [0, 1]}}, target, r"reads \[0, 1\]: name \[0\] in data.taps"),
+    ]:
+        with pytest.raises(RecipeError, match=words) as error:
+            distill(recipe_of(tmp_path / "b", rows=lender, **change), target=who, progress=False)
+        assert "\n" not in str(error.value)
+    with pytest.raises(RecipeError, match="no distilled data"):
+        distill(recipe_of(tmp_path / "b", rows=str(tmp_path / "none")), target=target, progress=False)
+    path = tmp_path / "a/run/distill/shard-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RecipeError, match="shard-00000"):
+        distill(recipe_of(tmp_path / "b", rows=lender), target=target, progress=False)
+
+
+def test_a_head_trained_on_another_runs_rows_is_the_head_trained_on_its_own(tmp_path):
+    """And a finished run stays finished: its facts know nothing of where the rows lie."""
+    tiny.save(tmp_path / "model")
+    options = dict(name=str(tmp_path / "model"), head={"type": "eagle3", "taps": [1, 3], "draft_vocab_size": 64})
+
+    def trained(folder: str, **data) -> Recipe:
+        recipe = recipe_of(tmp_path / folder, **options, **data)
+        recipe = Recipe.model_validate(recipe.model_dump() | {"train": {"steps": 2, "batch_tokens": 256, "lr": 1e-2, "log_every": 1}})
+        assert run.main(recipe) == 0
+        return recipe
+
+    own = trained("own")
+    trained("lender", taps=[1, 2, 3])
+    lent = trained("borrower", rows=str(tmp_path / "lender/run"))
+    weights = [(r.run_dir / "ckpt/final/model.safetensors").read_bytes() for r in (own, lent)]
+    assert weights[0] == weights[1]
+    assert all(run.finished(r) for r in (own, lent))
+    meta = json.loads((own.run_dir / "ckpt/final/draftheads.json").read_text())
+    assert not {"taps", "rows"} & meta["extra"]["facts"]["data"].keys()
+    shutil.rmtree(tmp_path / "lender")
+    assert run.finished(lent)
+
+
+def test_rows_are_named_relative_to_the_recipe(tmp_path):
+    recipe = recipe_of(tmp_path, rows="../lender")
+    (tmp_path / "r.yaml").write_text(recipe.dump())
+    assert Recipe.load(tmp_path / "r.yaml").data.rows == str(tmp_path.parent / "lender")
 
 
 # --- progress ----------------------------------------------------------------------------------------------------------------------------

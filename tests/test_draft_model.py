@@ -74,7 +74,7 @@ def walk(drafter: DraftModelDrafter, texts: list[list[int]], splits: list[list[i
         drafter.observe(torch.tensor([n + [7] * (max(counts) - len(n)) for n in news]), torch.tensor(counts), None)
         if r == 1:  # a draft that nobody accepts leaves its garbage behind
             forgotten = draft_model._ModelStepper(drafter, len(texts))
-            forgotten.begin()
+            forgotten.begin(1)
             for width in (2, 2):
                 forgotten.step(torch.full((len(texts), width), 9), torch.zeros(len(texts), width, dtype=torch.long))
             drafter.move(0, len(texts))  # there and back
@@ -82,7 +82,7 @@ def walk(drafter: DraftModelDrafter, texts: list[list[int]], splits: list[list[i
             drafter.move(len(texts), 0)
     stepper, B = draft_model._ModelStepper(drafter, len(texts)), len(texts)
     paths: list[list[int]] = [[]]
-    logits_BWU = stepper.begin()[:, None]
+    logits_BWU = stepper.begin(3)[:, None]
     found: list[tuple[int, list[int], Tensor]] = [(b, [], logits_BWU[b, 0]) for b in range(B)]
     for depth, width in enumerate(widths):
         # All of the level's nodes, listed backwards: a node's place tells nothing about its parent's.

@@ -130,6 +130,24 @@ def test_flipped_bit_is_found_by_deep_check_and_foreign_shard_always(tmp_path):
         RowStore.open(tmp_path)
 
 
+def test_a_head_reads_its_taps_of_what_was_captured(tmp_path):
+    RowStore.write(tmp_path, rows(), shard_rows=3)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"request": {"taps": [2, 5, 7]}}))
+    store = RowStore.open(tmp_path)
+    for taps, columns in (([2, 5, 7], [0, 1, 2]), ([5], [1]), ([2, 7], [0, 2]), ([7, 2], [2, 0]), ([5, "final"], [1, 3]), (["final"], [3])):
+        for row, whole in zip(store.select(taps), store, strict=True):
+            parts = [*whole.features_TF.split(16, -1), whole.final_TD]
+            assert torch.equal(row.features_TF, torch.cat([parts[k] for k in columns], -1))
+            assert torch.equal(row.final_TD, whole.final_TD) and torch.equal(row.lse_T, whole.lse_T) and torch.equal(row.ids, whole.ids)
+    assert store[3].features_TF.shape[1] == 48, "selecting leaves the store as it was"
+    with pytest.raises(RecipeError, match=r"holds the states of taps \[2, 5, 7\], the head reads \[3, 5\]: name \[3\] in data.taps"):
+        store.select([3, 5])
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"request": {"taps": None}}))
+    with pytest.raises(RecipeError, match="states of no taps.*data.features: online"):
+        RowStore.open(tmp_path).select(["final"])
+
+
 def test_missing_store_says_what_to_run(tmp_path):
     with pytest.raises(RecipeError, match="specdec distill"):
         RowStore.open(tmp_path / "nowhere")

@@ -24,7 +24,7 @@ from test_heads import documents, gap, make_head, reference
 from torch import Tensor
 
 import tiny
-from draftheads.heads import eagle3
+from draftheads.heads import eagle3, feedback
 from draftheads.heads.tree import DraftTree
 from draftheads.inference import growth
 from draftheads.inference.decode import complete
@@ -51,7 +51,7 @@ class TableStepper:
     def __init__(self, table_PU: Tensor, root_B: Tensor) -> None:
         self.table_PU, self.root_B = table_PU, root_B
 
-    def begin(self) -> Tensor:
+    def begin(self, depth: int) -> Tensor:
         self.at_BW = self.root_B[:, None]
         return self.table_PU[self.root_B]
 
@@ -424,8 +424,8 @@ class Recorded:
         self.inner, self.level, self.seen = inner, [[()] for _ in root_B], []
         self.seen: list[tuple[int, Path, Tensor]]
 
-    def begin(self) -> Tensor:
-        logits_BU = self.inner.begin()
+    def begin(self, depth: int) -> Tensor:
+        logits_BU = self.inner.begin(depth)
         self.seen = [(b, (), x) for b, x in enumerate(logits_BU)]
         return logits_BU
 
@@ -502,7 +502,7 @@ HEAD_MUTANTS = {
 def test_mutants_of_the_head_are_noticed(name: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     source, (old, new) = textwrap.dedent(inspect.getsource(eagle3.Eagle3.step)), HEAD_MUTANTS[name]
     assert source.count(old) == 1
-    scope = dict(vars(eagle3))
+    scope = dict(vars(feedback))
     exec(source.replace(old, new), scope)
     monkeypatch.setattr(eagle3.Eagle3, "step", scope["step"])
     assert head_gap(lengths, Dynamic(4, 3, 12)) > 1e-3

@@ -18,7 +18,7 @@ import tiny
 from draftheads.heads import build_head, head_config, head_types
 from draftheads.heads.base import DraftBatch
 from draftheads.heads.eagle3 import Eagle3
-from draftheads.heads.losses import acceptance, soft_cross_entropy
+from draftheads.heads.losses import Slots, Teacher, soft_ce
 from draftheads.heads.slots import DraftSlots
 from draftheads.inference.drafters.base import Plan
 from draftheads.inference.drafters.composite import Composite
@@ -194,12 +194,12 @@ def drafting_gap(head: Eagle3, seed: int, stale: bool = False) -> float:
         features_BMF, tokens_BM = torch.randn(B, M, 3 * H), torch.randint(V, (B, M))  # padding is garbage on purpose
         for b, ((features, tokens),) in enumerate(rows):
             features_BMF[b, : counts[b]], tokens_BM[b, : counts[b]] = features[done[b] : done[b] + counts[b]], tokens[done[b] : done[b] + counts[b]]
-        before = state.slots.keys_BKSD.clone(), state.slots.values_BKSD.clone()
+        before = state.slots.keys_LBKSD[0].clone(), state.slots.values_LBKSD[0].clone()
         head.extend(state, features_BMF, tokens_BM, torch.tensor(counts), everyone)
         if stale:
             for b in range(B):
                 kept = slice(done[b], done[b] + min(counts[b], 2)) if done[b] else slice(0, 0)
-                state.slots.keys_BKSD[b, :, kept], state.slots.values_BKSD[b, :, kept] = before[0][b, :, kept], before[1][b, :, kept]
+                state.slots.keys_LBKSD[0, b, :, kept], state.slots.values_LBKSD[0, b, :, kept] = before[0][b, :, kept], before[1][b, :, kept]
         done = [d + c for d, c in zip(done, counts, strict=True)]
         if min(done) == 0:
             continue
@@ -346,13 +346,15 @@ def test_losses_against_their_definition():
     teacher_MV, draft_MU = torch.randn(6, 20, generator=generator) * 3, (torch.randn(6, 8, generator=generator) * 2).requires_grad_()
     ids_U, lse_M = torch.arange(3, 11), teacher_MV.logsumexp(-1)
     p_MU = teacher_MV.softmax(-1)[:, ids_U]
-    loss_M = soft_cross_entropy(draft_MU, teacher_MV[:, ids_U], lse_M)
+    labels_M = torch.tensor([0, 3, -1, 7, 2, 2])
+    slots = Slots(draft_MU, Teacher(teacher_MV[:, ids_U], lse_M, labels_M))
+    loss_M = soft_ce(slots)
     expected_M = -(p_MU * draft_MU.log_softmax(-1)).sum(-1)
     torch.testing.assert_close(loss_M, expected_M)
     grads = [torch.autograd.grad(x.sum(), draft_MU, retain_graph=True)[0] for x in (loss_M, expected_M)]
     torch.testing.assert_close(*grads)
-    torch.testing.assert_close(acceptance(draft_MU, teacher_MV[:, ids_U], lse_M), torch.minimum(p_MU, draft_MU.softmax(-1)).sum(-1))
-    assert torch.allclose(acceptance(teacher_MV, teacher_MV, lse_M), torch.ones(6))
+    torch.testing.assert_close(slots.alpha_M, torch.minimum(p_MU, draft_MU.softmax(-1)).sum(-1))
+    assert torch.allclose(Slots(teacher_MV, Teacher(teacher_MV, lse_M, labels_M)).alpha_M, torch.ones(6))
 
 
 # ---- HeadDrafter

@@ -131,7 +131,7 @@ def walk(mtp: MtpDrafter, target: Target, texts: list[list[int]], widths: tuple[
     stepper, B = mtp._stepper(len(texts)), len(texts)
     paths: list[list[int]] = [[]]
     parents = [0]
-    logits_BWV = stepper.begin()[:, None]
+    logits_BWV = stepper.begin(3)[:, None]
     found = [(b, [], logits_BWV[b, 0]) for b in range(B)]
     for depth, width in enumerate(widths):
         # All of the level's nodes, listed backwards: a node's place tells nothing about its parent's.

@@ -228,7 +228,7 @@ def test_a_perfect_head_hits_and_out_of_vocabulary_breaks(target, rows):
         def unroll(self, batch, steps):
             return type("U", (), {"states": [labels[:, j].view(*batch.documents_BT.shape, 1).float() for j in range(steps)]})
 
-        def logits(self, states):
+        def logits(self, states, _step=0):
             return (step.target_ids_U.float() == states).float()
 
         def trainable_parameters(self):
@@ -668,7 +668,7 @@ def test_missing_recipe_is_one_line_and_exit_2(tmp_path):
 @pytest.mark.parametrize(("section", "change", "message"), [
     ("head", {"draft_vocab_size": 4096}, "draft_vocab_size"),
     ("head", {"tap": [1]}, "did you mean 'taps'"),
-    ("head", {"type": "eagle4"}, "did you mean 'eagle3'"),
+    ("head", {"type": "eagel3"}, "did you mean 'eagle3'"),
     ("target", {"name": "/nowhere/at/all"}, "/nowhere/at/all"),
     ("data", {"prompts": "/nowhere.jsonl"}, "nowhere.jsonl"),
     ("train", {"max_len": 4}, "the mask covers nothing"),

@@ -180,7 +180,7 @@ class Known(Drafter):
         for row, tokens, count in zip(self.rows, tokens_BM.tolist(), counts_B.tolist(), strict=False):
             row.tokens += tokens[:count]
 
-    def begin(self) -> Tensor:
+    def begin(self, depth: int) -> Tensor:
         self.level: list[list[Path]] = [[()] for _ in range(self.B)]
         return self.logits()[:, 0]
 

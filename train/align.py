@@ -38,6 +38,7 @@ class Aligned:
     answers_BTJ        bool, the metric slots, whatever is supervised
     final_BTD          float32, the target's post-norm states
     lse_BT             float32, log-sum-exp of the target's full-vocabulary logits
+    kept_BTJ           bool, the slots that a head trains this time (DraftHead.thin); None: all. Losses and metrics look at these only
     """
 
     batch: DraftBatch
@@ -46,6 +47,7 @@ class Aligned:
     answers_BTJ: Tensor
     final_BTD: Tensor
     lse_BT: Tensor
+    kept_BTJ: Tensor | None = None
 
     def to(self, device: torch.device) -> Aligned:
         moved: Aligned = _to(self, device)

@@ -90,7 +90,8 @@ def vocabulary_bounds(size: int, target: Target) -> tuple[list[int], range]:
 
 @dataclass
 class Examples:
-    """Micro-batches by row index. chunk: teacher positions of a chunk; fill: adds features to rows that were stored without."""
+    """Micro-batches by row index. chunk: teacher positions of a chunk; fill: adds features to rows that were stored without; thin:
+    DraftHead.thin."""
 
     store: RowStore
     train: TrainSection
@@ -99,6 +100,7 @@ class Examples:
     hidden: int
     chunk: int
     fill: Callable[[Sequence[Row]], list[Row]] | None = None
+    thin: Callable[[Tensor, torch.Generator], Tensor] | None = None
 
     def prepare(self, rows: Sequence[int], *, steps: int, step: int) -> tuple[Aligned, list[Chunk]]:
         """The micro-batch of these rows for optimizer step `step`, on the host."""
@@ -110,7 +112,14 @@ class Examples:
         if self.train.feature_noise:
             read = [add_noise(r, self.train.feature_noise, self.hidden, key(self.train.seed, step, i)) for r, i in zip(read, rows, strict=True)]
         aligned = align(read, steps=steps, supervise=self.train.supervise, max_len=self.train.max_len)
-        return aligned, chunks_of(aligned, self.train, self.known_V, self.chunk)
+        if self.thin is not None:
+            draws = (torch.Generator().manual_seed(key(self.train.seed, step, i, 1)) for i in rows)
+            kept = [self.thin(valid_TJ, draw) for valid_TJ, draw in zip(aligned.batch.valid_BTJ, draws, strict=True)]
+            aligned = replace(aligned, kept_BTJ=torch.stack(kept))
+        chunks = chunks_of(aligned, self.train, self.known_V, self.chunk)
+        if aligned.kept_BTJ is not None:
+            aligned = replace(aligned, batch=replace(aligned.batch, valid_BTJ=aligned.batch.valid_BTJ & aligned.kept_BTJ))
+        return aligned, chunks
 
 
 def add_noise(row: Row, scale: float, hidden: int, seed: int) -> Row:

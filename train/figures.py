@@ -23,15 +23,19 @@ VECTORS = ("answers", "slots", "hits", "prefix")  # one figure per unroll step
 def metric_sums(loss: Tensor, hits_BTJ: Tensor, aligned: Aligned, known_V: Tensor) -> dict[str, Tensor]:
     """Sums that can be added over micro-batches and processes; `summarise` turns them into figures. Over answer slots, whatever is
     supervised; a slot whose true token is outside the draft vocabulary is among them, and is a miss."""
-    answers_BTJ = aligned.answers_BTJ
+    answers_BTJ, kept_BTJ = aligned.answers_BTJ, aligned.kept_BTJ
+    begun_BTJ = answers_BTJ[..., :1] if kept_BTJ is None else answers_BTJ[..., :1] & kept_BTJ
+    if kept_BTJ is not None:
+        answers_BTJ = answers_BTJ & kept_BTJ
     hits_BTJ = hits_BTJ & answers_BTJ
     return {
         "loss": loss.detach(),
         "supervised": aligned.batch.valid_BTJ[..., 0].sum().float(),
         "known": (known_V[aligned.labels_BTJ[..., 0]] & answers_BTJ[..., 0]).sum().float(),
         "answers": answers_BTJ.sum((0, 1)).float(),
-        # Slots that were unrolled to this step: a window may hold optimizer steps of a shorter and of a longer unrolling.
-        "slots": answers_BTJ[..., 0].sum().float().expand(answers_BTJ.shape[-1]),
+        # Slots that were unrolled to this step: a window may hold optimizer steps of a shorter and of a longer unrolling, and a head may train deep
+        # steps at some slots only.
+        "slots": begun_BTJ.sum((0, 1)).float().expand(answers_BTJ.shape[-1]),
         "hits": hits_BTJ.sum((0, 1)).float(),
         "prefix": hits_BTJ.to(torch.uint8).cummin(-1).values.sum((0, 1)).float(),
     }

@@ -25,7 +25,7 @@ from draftheads.recipes.schema import Recipe, RecipeError
 # Of the recipe's train section, what may change between a run and its resumption: it doesn't change what is computed (but the order of sums).
 FREE = ("log", "log_every", "checkpoint_every", "keep", "micro_batch_tokens", "loss_chunk")
 # The rows themselves are compared by their hash, so their files may move.
-FREE_DATA = ("prompts", "batch_size", "limit", "shard_rows")
+FREE_DATA = ("prompts", "batch_size", "limit", "shard_rows", "taps", "rows")
 
 
 @dataclass

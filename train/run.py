@@ -28,12 +28,14 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from draftheads.data.distill import distill, same_prompts
-from draftheads.data.features import RowStore
+from draftheads.data.features import RowStore, rows_folder
 from draftheads.heads import build_head, head_config, head_section
+from draftheads.heads.base import DraftHead
 from draftheads.heads.checkpoint import HeadMeta, read_meta, save_head
+from draftheads.heads.losses import CONFIDENCE, STATES
 from draftheads.inference.target import Target
 from draftheads.recipes.files import recover_folder, write_json, write_text
-from draftheads.recipes.schema import Recipe, RecipeError
+from draftheads.recipes.schema import Geometry, Recipe, RecipeError
 from draftheads.train.examples import Examples, draft_vocabulary, survey, target_features, vocabulary_bounds
 from draftheads.train.loop import fit
 from draftheads.train.resume import check_facts, facts_of, newest_state
@@ -68,12 +70,16 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
                          trust_remote_code=recipe.target.trust_remote_code, chat_template=recipe.target.chat_template,
                          geometry=recipe.target.geometry)
     size = getattr(head_config(recipe.head, target.geometry), "draft_vocab_size", None)
-    if size is not None:
-        vocabulary_bounds(size, target)  # before the long work
+    if size is not None:  # before the long work
+        vocabulary_bounds(size, target)
+    check_head(recipe, target.geometry)
     if accelerator.is_main_process:
         distill(recipe, target=target)
     accelerator.wait_for_everyone()
-    store = RowStore.open(recipe.run_dir / "distill")
+    store = RowStore.open(rows_folder(recipe))
+    online = recipe.data.features == "online"
+    if not online:
+        store = store.select(head_config(recipe.head, target.geometry).taps)
     found = survey(store, section, target.geometry.vocab_size)
     draft_ids = draft_vocabulary(found, size, target) if size is not None else None
     if draft_ids is not None and not torch.isin(torch.cat(found.labels), draft_ids).any():
@@ -83,12 +89,12 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     torch.manual_seed(section.seed)
     head = build_head(recipe.head, target.geometry, draft_ids)
     head.borrow(target.embed_VD, target.lm_head_VD)
-    step = TrainStep(head, target.lm_head_VD[step_ids(head).to(target.device)], target.finish_logits)
-    online = recipe.data.features == "online"
+    step = TrainStep(head, target.lm_head_VD[step_ids(head).to(target.device)], target.finish_logits, section.loss)
     chunk = chunk_size(section, len(step.target_ids_U), accelerator.device)
     known_V = step.known_V.cpu()
     examples = Examples(store, section, known_V, width=len(head.taps) * target.geometry.hidden_size, hidden=target.geometry.hidden_size,
-                        chunk=chunk, fill=partial(target_features, target, tuple(head.taps)) if online else None)
+                        chunk=chunk, fill=partial(target_features, target, tuple(head.taps)) if online else None,
+                        thin=head.thin if type(head).thin is not DraftHead.thin else None)
     schedule = Schedule(section, found.rows, found.lengths, found.shares(known_V, section.drop_out_of_vocab), accelerator.num_processes)
     meta = HeadMeta(target=recipe.target.name, revision=target.revision, template_hash=target.template_hash, recipe_hash=recipe.hash(),
                     data_hash=store.hash)
@@ -122,6 +128,17 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     return 0
 
 
+def check_head(recipe: Recipe, geometry: Geometry) -> None:
+    """RecipeError, before the long work, if train.unroll or train.loss ask of the head what it cannot do."""
+    with torch.device("meta"):
+        head = build_head(recipe.head, geometry)
+    for steps in sorted({stage.steps for stage in recipe.train.unroll}):
+        head.check_steps(steps)
+    for needed, method in ((STATES, "regressed"), (CONFIDENCE, "confidence")):
+        if (asked := needed & recipe.train.loss.keys()) and getattr(type(head), method) is getattr(DraftHead, method):
+            raise RecipeError(f"train.loss has {', '.join(asked)}, which head {recipe.head['type']} makes no prediction for; leave it out")
+
+
 def step_ids(head: Any) -> torch.Tensor:
     ids: torch.Tensor = head.target_ids(torch.arange(head.d2t.numel()))
     return ids
@@ -135,7 +152,7 @@ def finished(recipe: Recipe) -> bool:
     meta = read_meta(final)
     data_hash = meta.data_hash or ""
     with suppress(OSError, ValueError, KeyError):  # rows that were made anew want another head; rows that are gone don't
-        data_hash = json.loads((recipe.run_dir / "distill" / "manifest.json").read_text(encoding="utf-8"))["hash"]
+        data_hash = json.loads((rows_folder(recipe) / "manifest.json").read_text(encoding="utf-8"))["hash"]
     check_facts(meta.extra.get("facts", {}), facts_of(recipe, data_hash), final)
     if same_prompts(recipe) is False:  # the rows that are here are its own, but the recipe asks for others by now
         raise RecipeError(f"{final} was trained on other prompts than data.prompts and data.limit ({recipe.data.limit}) select now. "

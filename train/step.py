@@ -2,15 +2,15 @@
 
     aligned ─► head.unroll ─► states of step j
     chunk of teacher positions s ─► teacher logits of the draft vocabulary, once ─► for each step j: the slot s−1−j, its draft logits,
-                                    soft cross-entropy, gradient
+                                    loss (heads/losses.py, weighted by train.loss), gradient
 
 Chunks run over *teacher positions*, because p at position s is the target of slot s−1 at step 0, of s−2 at step 1, …: one product with
 the target's lm_head serves all steps. A chunk's gradient is taken in the forward pass and its logits are dropped: no [T, V] is ever kept
 and nothing is computed twice (as Liger's chunked losses do). `carry` hands these gradients to autograd.
 
-The loss of a global batch is Σ_j loss_decay^j Σ_slots weight · CE / normaliser. normalise `sequence`: weight 1 / (the row's slots at step 0),
+The loss of a global batch is Σ_j loss_decay^j Σ_slots weight · loss / normaliser. normalise `sequence`: weight 1 / (the row's slots at step 0),
 normaliser = rows with a slot; `token`: weight 1, normaliser = slots at step 0. The normaliser counts the whole global batch, so neither
-micro-batches nor processes change the loss.
+micro-batches nor processes change the loss. Where a head trains a random part of the slots (DraftHead.thin), that part stands for the whole row.
 
 Shape suffixes: B rows, T slots, J unroll steps, C teacher positions of a chunk, D hidden, U draft vocabulary, V target vocabulary,
 S = B·T flat slots.
@@ -18,15 +18,16 @@ S = B·T flat slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.losses import soft_cross_entropy
+from draftheads.heads.losses import CONFIDENCE, STATES, Slots, Teacher, combined
 from draftheads.recipes.schema import TrainSection
 from draftheads.train.align import Aligned
 from draftheads.train.figures import metric_sums
@@ -56,8 +57,11 @@ def chunks_of(aligned: Aligned, train: TrainSection, known_V: Tensor, size: int 
     if train.drop_out_of_vocab:
         valid_BTJ = valid_BTJ & known_V[aligned.labels_BTJ]
     B, T, J = valid_BTJ.shape
-    share_B = valid_BTJ[..., 0].sum(1).clamp(min=1).float()
-    weight_B = 1 / share_B if train.normalise == "sequence" else torch.ones(B)
+    share_B = valid_BTJ[..., 0].sum(1).float()
+    if aligned.kept_BTJ is not None:
+        valid_BTJ = valid_BTJ & aligned.kept_BTJ
+    kept_B = valid_BTJ[..., 0].sum(1).clamp(min=1)
+    weight_B = 1 / kept_B if train.normalise == "sequence" else share_B / kept_B
     slots_JS = torch.full((J, B * T), B * T)
     weights_JS = torch.zeros(J, B * T)
     labels_S = torch.zeros(B * T, dtype=torch.int64)
@@ -79,21 +83,26 @@ def chunk_size(train: TrainSection, draft_vocab: int, device: torch.device) -> i
 
 class TrainStep(nn.Module):
     """head, and the target's lm_head rows of the draft vocabulary: teacher_UD float32. finish: what the target's family does to its
-    logits after lm_head (softcap, scale), elementwise; None for nothing."""
+    logits after lm_head (softcap, scale), elementwise; None for nothing. loss: names and weights, see heads/losses.py."""
 
     teacher_UD: Tensor
     target_ids_U: Tensor
     known_V: Tensor
+    draft_ids_V: Tensor
 
-    def __init__(self, head: DraftHead, teacher_UD: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, head: DraftHead, teacher_UD: Tensor, finish: Callable[[Tensor], Tensor] | None = None,
+                 loss: Mapping[Any, float] | None = None) -> None:
         super().__init__()
         self.head = head
         self.finish = finish
+        self.loss = {"soft_ce": 1.0} if loss is None else dict(loss)
         self.register_buffer("teacher_UD", teacher_UD.detach().float(), persistent=False)
         draft_ids_U = torch.arange(head.d2t.numel(), device=head.d2t.device)
         self.register_buffer("target_ids_U", head.target_ids(draft_ids_U), persistent=False)
         known_V = torch.zeros(head.geometry.vocab_size, dtype=torch.bool, device=head.d2t.device).index_fill(0, self.target_ids_U, True)
         self.register_buffer("known_V", known_V, persistent=False)
+        draft_ids_V = torch.full_like(known_V, -1, dtype=torch.int64).index_copy(0, self.target_ids_U, draft_ids_U)
+        self.register_buffer("draft_ids_V", draft_ids_V, persistent=False)
         # DDP would broadcast the target's tables at every forward.
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
@@ -112,13 +121,16 @@ class TrainStep(nn.Module):
         hits_SJ = torch.zeros(S + 1, J, dtype=torch.bool, device=aligned.lse_BT.device)
         loss = aligned.lse_BT.new_zeros(())
         for chunk in chunks:
-            teacher_CU = self.teacher_logits(aligned.final_BTD.flatten(0, 1)[chunk.teacher_C])
-            lse_C = aligned.lse_BT.flatten()[chunk.teacher_C]
+            final_CD = aligned.final_BTD.flatten(0, 1)[chunk.teacher_C]
+            teacher = Teacher(self.teacher_logits(final_CD), aligned.lse_BT.flatten()[chunk.teacher_C], self.draft_ids_V[chunk.labels_C],
+                              final_CD if STATES & self.loss.keys() else None)
             for j in range(J):
                 slots_C = chunk.slots_JC[j]
                 state_CD = flat_J[j].detach()[slots_C.clamp(max=S - 1)].requires_grad_(torch.is_grad_enabled())
-                logits_CU = self.head.logits(state_CD).float()
-                part = (soft_cross_entropy(logits_CU, teacher_CU, lse_C) * (chunk.weights_JC[j] / normaliser)).sum()
+                logits_CU = self.head.logits(state_CD, j).float()
+                slots = Slots(logits_CU, teacher, self.head.regressed(state_CD) if STATES & self.loss.keys() else None,
+                              self.head.confidence(state_CD) if CONFIDENCE & self.loss.keys() else None)
+                part = (combined(slots, self.loss) * (chunk.weights_JC[j] / normaliser)).sum()
                 if torch.is_grad_enabled():
                     grads = torch.autograd.grad(part, [state_CD, *params], allow_unused=True)
                     state_grads_J[j][slots_C] = grads[0].to(state_grads_J[j].dtype)

@@ -3,7 +3,7 @@
     None, "none"                                    no drafts
     "ngram", "suffix"                               copying, no training
     "mtp"                                           the target's own multi-token-prediction layers
-    a folder with draftheads.json, or a run's       its draft head
+    a folder with draftheads.json, a run's, or a head of another tool's     its draft head
     another folder, Hub id, named target, .gguf     a smaller model; also a Target, or a transformers model
     a Drafter                                       itself
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.heads.checkpoint import load_head
+from draftheads.heads.formats.detect import is_head_folder
 from draftheads.inference.checkpoints import META, find_folder
 from draftheads.inference.drafters.base import Drafter
 from draftheads.inference.drafters.composite import Composite
@@ -46,18 +47,29 @@ def choose(draft: Draft, target: Target, *, copy_first: str | None = None, draft
     arguments of NgramDrafter and SuffixDrafter. RecipeError, one line: an unknown name, a head made for another target, a model with another
     tokenizer, a target without MTP layers, a copy_first with nothing after it.
     """
-    if draft_tokenizer is not None and (draft is None or isinstance(draft, str | os.PathLike | Drafter | Target)):
-        raise RecipeError("draft_tokenizer belongs to a transformers model given as draft; names and folders bring their own")
+    check_draft(draft, copy_first, draft_tokenizer)
     chosen = _one(draft, target, draft_tokenizer, int8, dict(ngram or {}), dict(suffix or {}))
     if copy_first is None:
         return chosen
-    if copy_first not in COPYING:
-        raise RecipeError(f"copy_first is {copy_first!r}; wanted one of {', '.join(COPYING)}, or None")
     if isinstance(chosen, NoDrafter | NgramDrafter | SuffixDrafter):
         raise RecipeError(f"copy_first puts copying before a head or a model, but draft is {chosen.name!r}: for copying alone, draft={copy_first!r}")
     first: Drafter = (NgramDrafter(**{"gamma": COPIED} | dict(ngram or {})) if copy_first == "ngram"
                       else SuffixDrafter(**{"gamma": COPIED, "min_score": MIN_SCORE} | dict(suffix or {})))
     return Composite(first, chosen)
+
+
+def check_draft(draft: Draft, copy_first: str | None = None, draft_tokenizer: Any = None) -> None:
+    """What of `choose`'s errors can be said before a target is loaded."""
+    if draft_tokenizer is not None and (draft is None or isinstance(draft, str | os.PathLike | Drafter | Target)):
+        raise RecipeError("draft_tokenizer belongs to a transformers model given as draft; names and folders bring their own")
+    if copy_first is not None and copy_first not in COPYING:
+        raise RecipeError(f"copy_first is {copy_first!r}; wanted one of {', '.join(COPYING)}, or None")
+    if copy_first is not None and (draft is None or isinstance(draft, str) and draft in (*COPYING, "none")):
+        raise RecipeError(f"copy_first puts copying before a head or a model, but draft is {draft or 'none'!r}: for copying alone, "
+                          f"draft={copy_first!r}")
+    if isinstance(draft, str | os.PathLike) and draft not in NAMES and head_folder(draft) is None and not Path(draft).expanduser().is_dir():
+        if near := difflib.get_close_matches(str(draft), NAMES, n=1):
+            raise RecipeError(f"draft {str(draft)!r} is not known; did you mean {near[0]!r}?")
 
 
 def _one(draft: Draft, target: Target, tokenizer: Any, int8: bool, ngram: dict[str, Any], suffix: dict[str, Any]) -> Drafter:
@@ -86,7 +98,7 @@ def head_folder(draft: str | os.PathLike[str]) -> Path | None:
     """The checkpoint folder that a path means (a run's, too), None where it names a model. RecipeError where it is a path and neither is there."""
     path = Path(draft).expanduser()
     if path.is_dir():
-        return find_folder(path) if (path / META).is_file() or not (path / "config.json").is_file() else None
+        return find_folder(path) if (path / META).is_file() or not (path / "config.json").is_file() or is_head_folder(path) else None
     # A Hub id may look like a path; where the folder above is here, it was meant as one.
     return find_folder(path) if path.parent != Path(".") and path.parent.is_dir() and path.suffix != ".gguf" else None
 
@@ -99,9 +111,6 @@ def _head(folder: Path, target: Target, int8: bool) -> Drafter:
 
 
 def _model(name: str, target: Target) -> Target:
-    near = difflib.get_close_matches(name, NAMES, n=1)
-    if near:
-        raise RecipeError(f"draft {name!r} is not known; did you mean {near[0]!r}?")
     try:
         return Target.load(name, dtype=str(target.dtype).removeprefix("torch."), device=target.device)
     except RecipeError as error:

@@ -200,7 +200,7 @@ class _ModelStepper:
         self.above_BWA: Tensor | None = None  # which drafted tokens the last level may read; None while it is a chain
         self.depth = self.drafted = 0
 
-    def begin(self) -> Tensor:
+    def begin(self, depth: int) -> Tensor:
         return self.drafter.logits(self.drafter.feed(self.rows.stop) if self.first_BD is None else self.first_BD)
 
     def step(self, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.checkpoint import check_geometry
+from draftheads.heads.checkpoint import check_geometry, with_own
 from draftheads.inference.drafters.pairs import PairDrafter
 from draftheads.inference.growth import DraftVocab
 from draftheads.inference.int8 import can_int8, int8_linears
@@ -27,9 +27,9 @@ class HeadDrafter(PairDrafter):
     name = "head"
 
     def __init__(self, head: DraftHead, target: Target, *, min_confidence: float = 0.0, int8: bool = False) -> None:
-        check_geometry(head.geometry, target.geometry, "the head")
+        check_geometry(head.geometry, with_own(target.geometry, head.own), "the head")
         copy, V = inference_copy(head, target, int8), target.geometry.vocab_size
-        ids_U = copy.target_ids(torch.arange(len(copy.d2t), device=copy.d2t.device))
+        ids_U = copy.target_ids_U()
         usable = len(target.tokenizer) if target.tokenizer is not None else V
         vocab = DraftVocab(ids_U, V, ids_U >= usable if int(ids_U[-1]) >= usable else None)
         super().__init__(copy, vocab, getattr(head.config, "max_positions", None) or target.geometry.max_positions, min_confidence)
@@ -41,7 +41,7 @@ def inference_copy(head: DraftHead, target: Target, int8: bool = False) -> Draft
     left as it is (a packed head can neither train nor be saved)."""
     cpu = target.device.type == "cpu" and target.dtype == torch.float32
     with torch.random.fork_rng(devices=[]):  # a drafter made in mid-training leaves the training's random numbers alone
-        copy = type(head).build(head.config, head.geometry, head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device)))
+        copy = type(head).build(head.config, head.geometry, head.target_ids_U())
     copy.load_state_dict(head.state_dict())
     copy = copy.to(target.device, target.dtype).eval().requires_grad_(False)
     copy.borrow(target.embed_VD, target.lm_head_VD)

@@ -122,7 +122,7 @@ class MtpLayers:
         cache.advance(rows, counts)
 
     @torch.inference_mode()
-    def begin(self, state: MtpState, rows: slice) -> Tensor:
+    def begin(self, state: MtpState, rows: slice, depth: int | None = None) -> Tensor:
         length_B = state.cache.lengths_B[rows]
         state.tokens_BA = state.positions_BA = state.parents_BA = length_B.new_zeros(len(length_B), 0)
         state.known, state.above_BTA, state.widths = state.last[0][rows, None], None, []

@@ -50,8 +50,8 @@ class HeadStepper:
     state: Any
     rows: slice
 
-    def begin(self) -> Tensor:
-        return self.head.begin(self.state, self.rows)
+    def begin(self, depth: int) -> Tensor:
+        return self.head.begin(self.state, self.rows, depth)
 
     def step(self, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
         return self.head.step(self.state, tokens_BW, parents_BW, self.rows)
@@ -67,6 +67,7 @@ class PairDrafter(Drafter):
 
     def __init__(self, head: Any, vocab: DraftVocab, max_positions: int, min_confidence: float = 0.0) -> None:
         self.head, self.vocab, self.max_positions, self.min_confidence = head, vocab, max_positions, min_confidence
+        self.max_depth: int | None = getattr(head, "max_depth", None)
         self.warned = False
 
     def reset(self, batch: int, max_len: int, device: torch.device) -> None:
@@ -126,14 +127,15 @@ class PairDrafter(Drafter):
     def propose(self, plan: Plan, sampling: Sampling | RowSampling, noise: Noise) -> DraftTree:
         B = len(noise.seeds_B)
         # A draft of depth n feeds pairs up to position pairs + n − 2.
-        caps = [max(0, min(plan.depth, self.max_positions - row.pairs + 1)) if not self._off(row) else 0 for row in self.rows[:B]]
+        depth = plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
+        caps = [max(0, min(depth, self.max_positions - row.pairs + 1)) if not self._off(row) else 0 for row in self.rows[:B]]
         if plan.room_B is not None:
             caps = [min(cap, room) for cap, room in zip(caps, plan.room_B, strict=True)]
         root_B = self.root_B[:B].clone()
         rows = sampling if isinstance(sampling, RowSampling) else RowSampling.of([None] * B, sampling, root_B.device)
         if max(caps) > 0:
             if self.graphs is not None and self.min_confidence == 0 and self._whole(B):
-                return limited(self._captured(replace(plan, room_B=None), rows, noise.seeds_B, root_B), caps, plan.depth, self.name)
+                return limited(self._captured(replace(plan, room_B=None), depth, rows, noise.seeds_B, root_B), caps, depth, self.name)
             self._take_in(B)
         roots_B = torch.tensor([row.pairs for row in self.rows[:B]], device=root_B.device)
         return grow(self._stepper(B), root_B, plan, caps, rows, noise, roots_B, self.vocab, self.name, self.min_confidence)
@@ -146,7 +148,7 @@ class PairDrafter(Drafter):
         able = isinstance(getattr(self.state, "slots", None), DraftSlots)
         return able and self.fresh is not None and len(self.fresh[3]) == B and not any(row.pending or self._off(row) for row in self.rows[:B])
 
-    def _captured(self, plan: Plan, rows: RowSampling, seeds_B: Tensor, root_B: Tensor) -> DraftTree:
+    def _captured(self, plan: Plan, depth: int, rows: RowSampling, seeds_B: Tensor, root_B: Tensor) -> DraftTree:
         """Take the last round's pairs in and draft, all of it one captured step (see inference/graphs.py)."""
         assert self.graphs is not None and self.fresh is not None
         features_BMF, tokens_BM, counts_B, counts = self.fresh
@@ -160,7 +162,7 @@ class PairDrafter(Drafter):
                 self.head.extend(self.state, features_BMF, tokens_BM, counts_B, slice(0, B))
                 roots_B = slots.lengths_B[:B].clone()
                 given = replace(rows, temperature_B=temperature_B)
-                return sprout(self._stepper(B), root_B, plan, plan.depth, given, Noise(seeds_B, roots_B), roots_B, self.vocab)
+                return sprout(self._stepper(B), root_B, plan, depth, given, Noise(seeds_B, roots_B), roots_B, self.vocab)
             finally:
                 slots.view = None
 

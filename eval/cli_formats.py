@@ -1,0 +1,98 @@
+"""`specdec export` and `specdec import`: heads in the layouts of engines. As in cli.py, torch waits until a command runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftheads.eval.cli_generate import CkptOption, JsonOption, here
+from draftheads.heads.formats import FORMATS, layout_name
+from draftheads.inference.checkpoints import find_folder
+from draftheads.recipes.schema import RecipeError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export_head(
+    ckpt: CkptOption,
+    to: Annotated[str, typer.Option("--to", help="vllm, sglang, trtllm, speculators, eagle, medusa; medusa_pt: the same as a pickle.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: export/LAYOUT of the run, or beside the checkpoint.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as in the checkpoint.")] = None,
+    target: Annotated[str | None, typer.Option(help="The target, where the place that the checkpoint names is no longer right.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a head as an engine loads it, unmodified; read it again as the engine would and compare its logits before anything is kept.
+
+        specdec export --ckpt runs/smollm2-135m --to vllm
+
+        specdec export --ckpt runs/llama8b --to sglang --dtype bfloat16 --out exports/llama8b-sglang
+
+        specdec-eval --ckpt exports/llama8b-sglang
+
+    The folder holds config.json, the weights (with the rows of the target's lm_head where an engine needs them), draftheads.json and a README with
+    the engine's command. It names no path of this machine. What the engine cannot express is an error that says what to do instead.
+
+    The target is loaded, for its tables.
+    """
+    layout_name(to, "--to")
+    if dtype is not None and dtype not in DTYPES:
+        raise RecipeError(f"--dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    folder = find_folder(ckpt.expanduser())
+    from draftheads.eval.run import silence
+    from draftheads.eval.subject import load_target, open_checkpoint
+    from draftheads.heads.formats.transfer import Tables
+    from draftheads.heads.formats.transfer import export_head as export
+
+    silence()
+    checkpoint = open_checkpoint(ckpt, [] if target is None else [f"target.name={json.dumps(here(target))}"])
+    loaded = load_target(checkpoint.recipe.target, device="cpu")
+    goal = out or (checkpoint.run / "export" / to if checkpoint.run is not None else folder.with_name(f"{folder.name}-{to}"))
+    tables = Tables(loaded.embed_VD, loaded.lm_head_VD)
+    report = export(folder, to, goal.expanduser(), tables, dtype=dtype, geometry=loaded.geometry)
+    _say(report.as_json(), as_json, f"wrote {goal}: {report.tensors} tensors, logits as the checkpoint's (difference {report.difference:.0e})")
+
+
+def import_head(
+    ckpt: Annotated[str, typer.Option("--ckpt", help="Folder of the published head, or its Hub id.")],
+    target: Annotated[str, typer.Option(help="The target that it was trained for: Hub id, folder or named target.")],
+    out: Annotated[Path, typer.Option(help="Checkpoint folder to write.")],
+    from_: Annotated[str, typer.Option("--from", help="auto (by config and tensor names), or a layout: " + ", ".join(FORMATS) + ".")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Of the head's repository.")] = None,
+    target_revision: Annotated[str | None, typer.Option(help="Of the target's repository.")] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read .bin and .pt files (by torch's restricted reader).")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="The target brings its own code.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Read a published head (EAGLE-1/2/3, Medusa, Hydra, speculators, SpecForge) and write it as a checkpoint of ours.
+
+        specdec import --ckpt yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --out heads/eagle3 --allow-pickle
+
+        specdec-eval --ckpt heads/eagle3
+
+    Of the target only the config is read here. A head for another target, a damaged file, a config that contradicts the tensors and unknown tensors
+    are errors; what was assumed is said.
+    """
+    if from_ != "auto":
+        layout_name(from_, "--from")
+    from draftheads.eval.run import silence
+    from draftheads.heads.formats.transfer import import_head as read
+    from draftheads.inference.sources import read_geometry
+
+    silence()
+    name = here(target)
+    geometry = read_geometry(name, target_revision, trust_remote_code)
+    report = read(ckpt, out.expanduser(), name, geometry, from_=from_, revision=target_revision, source_revision=revision,
+                  allow_pickle=allow_pickle)
+    _say(report.as_json(), as_json, f"wrote {out}: {report.tensors} tensors, read as {report.layout}; measure it: specdec-eval --ckpt {out}")
+
+
+def _say(report: dict[str, Any], as_json: bool, line: str) -> None:
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False, indent=2))
+        return
+    print(line)
+    for note in report["notes"]:
+        print(f"  {note}")

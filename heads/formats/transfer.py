@@ -1,0 +1,175 @@
+"""Export and import of heads: the files, and the checks. The layouts say what a folder holds, here it is written, read again and compared.
+
+    export   checkpoint ─► head ─► layout.export ─► folder under another name ─► read again as the engine would, built anew, its logits
+             compared with the original's ─► renamed to its place; nothing is left of one that fails
+    import   folder or Hub id ─► layout.read ─► head ─► checkpoint folder of ours
+    (load_head opens both: opening.py)
+
+An exported folder names no path of this machine, and nothing of the training but its hashes and figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.checkpoint import CONFIG, META, HeadMeta, load_head, read_meta, save_head
+from draftheads.heads.formats import Files, Found, Raw, Tables, layout
+from draftheads.heads.formats.compare import compare
+from draftheads.heads.formats.detect import PICKLES, SAFETENSORS
+from draftheads.heads.formats.folder import fetch
+from draftheads.heads.formats.opening import open_export, plain, read_folder
+from draftheads.heads.vocab import vocab_hash
+from draftheads.recipes.files import atomic_folder, sha256_file
+from draftheads.recipes.schema import Geometry, RecipeError
+
+README = "README.md"
+_OURS = {CONFIG, META, README, *SAFETENSORS, *PICKLES}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class Report:
+    """What was done. tensors: how many were written or read; difference: the largest of the logits, against the checkpoint's; notes: for the user."""
+
+    folder: str
+    layout: str
+    target: str
+    tensors: int = 0
+    difference: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# ---- export
+
+
+def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[str], tables: Tables, *, dtype: str | None = None,
+                geometry: Geometry | None = None) -> Report:
+    """Write the checkpoint's head for an engine. tables, geometry: the target's. dtype: of the floating tensors; None: as in the checkpoint.
+
+    RecipeError where the engine cannot express this head, where a check of the written folder fails, or where `out` holds something else.
+    """
+    module, out = layout(to), Path(out)
+    if not hasattr(module, "export"):
+        raise RecipeError(f"--to {to}: no engine loads this layout, it can only be imported; train with our own decoder, or choose another")
+    if dtype is not None and dtype not in DTYPES:
+        raise RecipeError(f"--dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    _check_place(out)
+    head, meta = load_head(ckpt, geometry=geometry)
+    kind = getattr(torch, dtype or stored_dtype(Path(ckpt)))
+    head, tables = rounded(head, tables, kind)
+    meta = meta.model_copy(update={"target": public_name(meta.target), "extra": {}, "layout": to})
+    if not meta.target:
+        meta = meta.model_copy(update={"revision": None})
+    files: Files = module.export(head, meta, tables)
+    with atomic_folder(out) as part:
+        written = write(part, files, head, meta, kind, getattr(module, "WEIGHTS", SAFETENSORS[0]))
+        again, _ = open_export(part, written, allow_pickle=True)
+        difference = compare(head, again, tables)
+    return Report(str(out), to, meta.target, len(files.tensors), difference, files.notes)
+
+
+def write(folder: Path, files: Files, head: DraftHead, meta: HeadMeta, kind: torch.dtype, name: str) -> HeadMeta:
+    """All files of an export into a folder. -> its meta"""
+    tensors = {n: (t.to(kind) if t.is_floating_point() else t).detach().cpu().clone().contiguous() for n, t in files.tensors.items()}
+    if name in PICKLES:
+        torch.save(tensors, folder / name)
+    else:
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / name).chmod(0o644)  # safetensors makes it private
+    config = files.config | {"torch_dtype": str(kind).removeprefix("torch.")}
+    if isinstance(config.get("transformer_layer_config"), dict):
+        config["transformer_layer_config"] = config["transformer_layer_config"] | {"torch_dtype": config["torch_dtype"]}
+    (folder / CONFIG).write_text(_json(config), encoding="utf-8")
+    found: Found = layout(str(meta.layout)).read(Raw("the exported head", config, tensors), meta.geometry, True)
+    meta = meta.model_copy(
+        update={
+            "head": head.config.model_dump(mode="json") | plain(found.section), "taps": tuple(head.taps),
+            "draft_vocab_hash": vocab_hash(head.target_ids_U()), "weights_hash": sha256_file(folder / name),
+        }
+    )
+    (folder / META).write_text(_json(meta.model_dump(mode="json")), encoding="utf-8")
+    lines = [f"# Draft head ({head.config.type}) for {meta.target or 'a local target'}", "", f"Layout: {meta.layout}. How to use it:", ""]
+    (folder / README).write_text("\n".join([*lines, *(f"    {note}" for note in files.notes), ""]), encoding="utf-8")
+    return meta
+
+
+def rounded(head: DraftHead, tables: Tables, kind: torch.dtype) -> tuple[DraftHead, Tables]:
+    """The head, and the lm_head that it borrows, with numbers that a file of this dtype holds exactly, in float32."""
+    state = {n: (t.to(kind).float() if t.is_floating_point() else t) for n, t in head.state_dict().items()}
+    head.load_state_dict(state)
+    tables = Tables(tables.embed_VD.to(kind).float(), tables.lm_head_VD.to(kind).float())
+    head.borrow(tables.embed_VD, tables.lm_head_VD)
+    return head.eval().requires_grad_(False), tables
+
+
+def stored_dtype(folder: Path) -> str:
+    """Of the floating tensors in a checkpoint."""
+    name = next((n for n in SAFETENSORS if (folder / n).is_file()), None)
+    if name is None:
+        return DTYPES[0]
+    with safe_open(folder / name, "pt") as file:
+        kinds = {file.get_slice(n).get_dtype() for n in file.keys()}
+    return "float32" if "F32" in kinds else "bfloat16" if "BF16" in kinds else "float16" if "F16" in kinds else "float32"
+
+
+def public_name(target: str) -> str:
+    """A named target or a Hub id; "" for a path, which means nothing elsewhere."""
+    local = target.startswith((".", "/", "~")) or target.endswith(".gguf") or target.count("/") > 1 or "\\" in target
+    return "" if local or Path(target).exists() else target
+
+
+# ---- import
+
+
+def import_head(source: str, out: str | os.PathLike[str], target: str, geometry: Geometry, *, from_: str = "auto", revision: str | None = None,
+                source_revision: str | None = None, allow_pickle: bool = False) -> Report:
+    """A published head (folder or Hub id) as a checkpoint of ours, for a target of this geometry.
+
+    RecipeError: a head for another target, a damaged file, a pickle that was not allowed, a config that contradicts the tensors, unknown tensors.
+    """
+    out = Path(out)
+    _check_place(out)
+    folder = fetch(source, source_revision, allow_pickle=allow_pickle)
+    if (folder / META).is_file():
+        raise RecipeError(f"{folder} has a {META}: it is ours already, use it as it is (specdec-eval --ckpt {folder})")
+    head, found, name = read_folder(folder, from_, geometry, allow_pickle)
+    extra = {"imported": {"layout": name, "source": public_name(source), "facts": found.facts}}
+    kinds = {t.dtype for t in found.tensors.values() if t.is_floating_point()}
+    if len(kinds) == 1:
+        head = head.to(kinds.pop())
+    save_head(head, out, HeadMeta(target=target, revision=revision, geometry=geometry, own=found.own, extra=extra))
+    load_head(out, geometry=geometry)
+    return Report(str(out), name, target, len(found.tensors), 0.0, found.facts)
+
+
+def _check_place(out: Path) -> None:
+    """Only what export or import wrote is ever replaced."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not out.is_dir():
+        raise RecipeError(f"{out} is a file: choose another --out")
+    foreign = sorted(p.name for p in out.iterdir() if p.name not in _OURS)
+    try:
+        meta = None if foreign else read_meta(out)
+    except RecipeError:
+        meta = None
+    if meta is None or (meta.layout is None and "imported" not in meta.extra):
+        what = f"holds {foreign[0]}, which" if foreign else "is a folder that"
+        raise RecipeError(f"{out} {what} no export wrote: choose another --out, or remove it")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+
