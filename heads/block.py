@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftheads.heads.base import DraftBatch, DraftHead, Unrolled
-from draftheads.heads.config import LayerConfig, Tap
+from draftheads.heads.config import LayerConfig, Tap, mask_token
 from draftheads.heads.layers import Layer, Norm, borrow_embedding, borrow_rows, lm_head, nan_table, rope_parameters, target_rotary
 from draftheads.heads.slots import DraftSlots
 from draftheads.recipes.schema import MOST_DRAFTED, Geometry, RecipeError
@@ -54,10 +54,7 @@ class BlockConfig(LayerConfig):
 
     def resolve(self, geometry: Geometry) -> Self:
         found = super().resolve(geometry)
-        token, V = self.mask_token_id, geometry.vocab_size
-        if token is not None and token >= V:
-            raise RecipeError(f"head.mask_token_id is {token}, the target's ids are 0 … {V - 1}: choose one of them or leave it out")
-        return found.model_copy(update={"mask_token_id": V - 1 if token is None else token})
+        return found.model_copy(update={"mask_token_id": mask_token(self.mask_token_id, geometry)})
 
 
 @dataclass(eq=False)
@@ -213,13 +210,9 @@ class BlockHead(DraftHead):
     def extend(self, state: BlockState, features_BMF: Tensor, tokens_BM: Tensor, counts_B: Tensor, rows: slice) -> None:
         """Context keys and values of the new pairs, and each row's newest token: nothing else is remembered."""
         slots = state.slots
-        counts = counts_B.tolist() if slots.view is None else None
-        if counts is not None:
-            longest = max(n + count for n, count in zip(slots.lengths[rows], counts, strict=True))
-            if not any(counts):
-                return
-            if longest > slots.max_len:
-                raise ValueError(f"{longest} pairs do not fit a drafting cache of {slots.max_len}")
+        counts = slots.counts(rows, counts_B)
+        if counts is not None and not any(counts):
+            return
         state.base_BJU = None
         context_BMH, cos_sin = self.context(features_BMF), slots.rope(rows, 0, tokens_BM.shape[1])
         for i, layer in enumerate(self.layers):

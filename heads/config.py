@@ -60,6 +60,15 @@ class LayerConfig(HeadConfig):
         return found
 
 
+def mask_token(token: int | None, geometry: Geometry) -> int:
+    """The id that stands for a token yet to be drafted. By default the last one, which every target has: the rarest token of a BPE vocabulary, or an
+    unused row of the embedding."""
+    V = geometry.vocab_size
+    if token is not None and token >= V:
+        raise RecipeError(f"head.mask_token_id is {token}, the target's ids are 0 … {V - 1}: choose one of them or leave it out")
+    return V - 1 if token is None else token
+
+
 def _checked_taps(chosen: tuple[Tap, ...], layers: int, default: bool) -> tuple[Tap, ...]:
     numbers = [t for t in chosen if isinstance(t, int)]
     # Rising: engines sort the ids, so that another order would be another head there.

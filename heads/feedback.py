@@ -186,13 +186,9 @@ class FeedbackHead(DraftHead):
     def extend(self, state: FeedbackState, features_BMF: Tensor, tokens_BM: Tensor, counts_B: Tensor, rows: slice) -> None:
         """Keys and values of all new pairs; attention and MLP only for each row's last one, whose output drafting starts from."""
         slots = state.slots
-        counts = counts_B.tolist() if slots.view is None else None
-        if counts is not None:
-            longest = max(n + count for n, count in zip(slots.lengths[rows], counts, strict=True))
-            if not any(counts):
-                return
-            if longest > slots.max_len:
-                raise ValueError(f"{longest} pairs do not fit a drafting cache of {slots.max_len}")
+        counts = slots.counts(rows, counts_B)
+        if counts is not None and not any(counts):
+            return
         state.level_BWH, state.above_BWA, state.depth, state.drafted = None, None, 0, 0
         M = tokens_BM.shape[1]
         x_BMX, r_BMH = self.inputs(self.embed(tokens_BM), self.fuse(features_BMF))

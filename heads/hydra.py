@@ -219,7 +219,7 @@ class Hydra(DraftHead):
         at_B1 = (counts_B1 - 1).clamp(min=0)
         last_B1H = f_BMH.gather(1, at_B1[..., None].expand(-1, 1, f_BMH.shape[-1]))
         if state.slots is not None:
-            counts = counts_B.tolist() if state.slots.view is None else None
+            counts = state.slots.counts(rows, counts_B)
             if counts is not None and not any(counts):
                 return
             last_B1H = self._prefix(state.slots, f_BMH, last_B1H, counts_B, counts, rows)
@@ -231,10 +231,6 @@ class Hydra(DraftHead):
         """The new pairs into the prefix layer's cache -> its output [B, 1, H] at each row's last one."""
         assert self.prefix_layer is not None
         layer, attention = self.prefix_layer, self.prefix_layer.self_attn
-        if counts is not None:
-            longest = max(n + count for n, count in zip(slots.lengths[rows], counts, strict=True))
-            if longest > slots.max_len:
-                raise ValueError(f"{longest} pairs do not fit a drafting cache of {slots.max_len}")
         slots.write(rows, *attention.key_value(layer.inputs(f_BMH), slots.rope(rows, 0, f_BMH.shape[1])), 0)
         slots.advance(rows, counts_B, counts)
         cos, sin = slots.rope(rows, -1)

@@ -26,6 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftheads.heads.base import DraftBatch, Unrolled
+from draftheads.heads.config import mask_token
 from draftheads.heads.eagle3 import Eagle3, Eagle3Config
 from draftheads.heads.feedback import step_positions
 from draftheads.heads.layers import Layer, MidLayer, attend_unrolled, causal_mask
@@ -47,10 +48,7 @@ class PEagleConfig(Eagle3Config):
     def resolve(self, geometry: Geometry) -> PEagleConfig:
         found = super().resolve(geometry)
         assert isinstance(found, PEagleConfig)
-        token, V = self.mask_token_id, geometry.vocab_size
-        if token is not None and token >= V:
-            raise RecipeError(f"head.mask_token_id is {token}, the target's ids are 0 … {V - 1}: choose one of them or leave it out")
-        return found.model_copy(update={"mask_token_id": V - 1 if token is None else token})
+        return found.model_copy(update={"mask_token_id": mask_token(self.mask_token_id, geometry)})
 
 
 @dataclass(eq=False)
@@ -134,13 +132,9 @@ class PEagle(Eagle3):
     def extend(self, state: Any, features_BMF: Tensor, tokens_BM: Tensor, counts_B: Tensor, rows: slice) -> None:
         """All new pairs through all layers, as later pairs read their keys in each; the last layer's attention and MLP only for each row's last."""
         slots: DraftSlots = state.slots
-        counts = counts_B.tolist() if slots.view is None else None
-        if counts is not None:
-            longest = max(n + count for n, count in zip(slots.lengths[rows], counts, strict=True))
-            if not any(counts):
-                return
-            if longest > slots.max_len:
-                raise ValueError(f"{longest} pairs do not fit a drafting cache of {slots.max_len}")
+        counts = slots.counts(rows, counts_B)
+        if counts is not None and not any(counts):
+            return
         state.drafts_BJU = None
         e_BMH, h_BMH = self.embed(tokens_BM), self.fuse(features_BMF)
         h_BMH = self._causal(slots, rows, e_BMH, h_BMH, self.config.num_layers - 1)

@@ -62,6 +62,16 @@ class DraftSlots:
         keys_BKSD[row_B1, :, slot_BT] = k_BKTD.transpose(1, 2)
         values_BKSD[row_B1, :, slot_BT] = v_BKTD.transpose(1, 2)
 
+    def counts(self, rows: slice, counts_B: Tensor) -> list[int] | None:
+        """How many pairs each row is about to get, for the host; None with `view` set, when nothing may be asked. ValueError if they do not fit."""
+        if self.view is not None:
+            return None
+        counts: list[int] = counts_B.tolist()
+        longest = max(n + count for n, count in zip(self.lengths[rows], counts, strict=True))
+        if longest > self.max_len:
+            raise ValueError(f"{longest} pairs do not fit a drafting cache of {self.max_len}")
+        return counts
+
     def advance(self, rows: slice, counts_B: Tensor, counts: list[int] | None) -> None:
         """Commit the first counts[b] of the tokens just written. counts None (view set): the caller keeps `lengths`, later."""
         self.lengths_B[rows] += counts_B.to(self.lengths_B.device)

@@ -309,7 +309,7 @@ def test_a_searched_tree_is_there_to_be_used(run_folder, tmp_path, capsys):
     assert "grows no trees" in one_line(capsys)
 
 
-@pytest.mark.parametrize(("dear", "nodes"), [(0.0, 3), (9.0, 1)])
+@pytest.mark.parametrize(("dear", "nodes"), [pytest.param(0.0, 3, marks=pytest.mark.slow), (9.0, 1)])
 def test_the_size_of_a_tree_is_chosen_by_this_machines_costs(run_folder, tmp_path, capsys, monkeypatch, dear, nodes):
     """Free drafts and verification: as deep as was measured; dear ones: as little as can be."""
     fitted = {"t_ar_s": 1.0, "widths": [1, 2], "v": [1.0, 1.0 + dear], "c": {"draft_model": 0.01 + dear}, "o": {"draft_model": 0.0}}

@@ -50,8 +50,8 @@ SETTINGS: dict[str, dict] = {
     "dspark": {"block_size": 4, "num_layers": 2, "num_taps": 2, "markov_rank": 16},
     "peagle": {"num_layers": 2, "depths": 4},
 }
-# Learning eight rows by heart takes these more than ten seconds.
-SLOW = {"dflash", "dspark", "peagle"}
+# Learning eight rows by heart takes these long; their own files have a shorter test of it.
+SLOW = {"dflash", "dspark", "eagle", "hydra", "peagle"}
 # Other forms of a head that should draft what they are trained to.
 VARIANTS: dict[str, list[dict]] = {
     "eagle": [{"fc_bias": True}],

@@ -132,7 +132,7 @@ SHAPES = {"chain": None, "dynamic": Dynamic(3, 3, 6), "static": Static(((0,), (1
 SAMPLED = Sampling(0.9, top_k=10, top_p=0.95)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_replayed_rounds_give_the_eager_answer(shape: str, sampling: Sampling, family: str) -> None:
