@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from draftheads.heads.base import DraftHead
 
-_NOT_HEADS = {"base", "config", "tree", "layers", "slots", "feedback", "block", "induction", "losses", "vocab", "checkpoint", "formats"}
+_NOT_HEADS = {"base", "config", "tree", "layers", "slots", "feedback", "layered", "block", "induction", "losses", "vocab", "checkpoint", "formats"}
 
 
 def head_types() -> list[str]:

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftBatch, DraftHead, Unrolled
+from draftheads.heads.base import DraftBatch, Unrolled
 from draftheads.heads.config import LayerConfig, Tap, mask_token
-from draftheads.heads.layers import Layer, Norm, borrow_embedding, borrow_rows, lm_head, nan_table, rope_parameters, target_rotary
+from draftheads.heads.layered import LayeredHead
+from draftheads.heads.layers import Layer, Norm, over_groups
 from draftheads.heads.slots import DraftSlots
 from draftheads.recipes.schema import MOST_DRAFTED, Geometry, RecipeError
 
@@ -68,35 +68,18 @@ class BlockState:
     level: int = 0
 
 
-class BlockHead(DraftHead):
+class BlockHead(LayeredHead):
     first_step: ClassVar[int]
-    config: Any  # a resolved BlockConfig
-    embed_VD: Tensor
-    lm_head: nn.Linear
 
     def __init__(self, config: BlockConfig, geometry: Geometry, draft_ids: Tensor | None) -> None:
-        super().__init__()
-        assert config.taps is not None and config.hidden_size is not None, f"{type(self).__name__} wants a resolved config: use heads.build_head"
-        c, H, eps = config, config.hidden_size, geometry.rms_norm_eps
-        self.config, self.geometry, self.taps, self.max_depth = config, geometry, config.taps, c.block_size - self.first_step
-        self.set_vocabulary(draft_ids, c.draft_vocab_size)
+        super().__init__(config, geometry, draft_ids)
+        H, eps = geometry.hidden_size, geometry.rms_norm_eps
+        self.max_depth = config.block_size - self.first_step
         self.fc = nn.Linear(len(self.taps) * H, H, bias=False)
         self.hidden_norm = Norm(H, eps)
-        sizes = H, c.intermediate_size or 0, c.num_heads or 0, c.num_kv_heads or 0, c.head_dim or 0, eps
-        self.layers = nn.ModuleList(Layer(*sizes, qk_norm=True) for _ in range(c.num_layers))
+        self.layers = nn.ModuleList(Layer(*self.layer_sizes(), qk_norm=True) for _ in range(config.num_layers))
         self.norm = Norm(H, eps)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=min(0.02, module.in_features**-0.5))
-        self.lm_head = lm_head(H, len(self.d2t), frozen=c.freeze_lm_head)
-        self.register_buffer("embed_VD", nan_table(geometry.vocab_size, H), persistent=False)
-        # In a tuple, hence no submodule: .to(bfloat16) would round its frequencies.
-        self._rotary = (target_rotary(c.head_dim or 0, geometry),)
-
-    def borrow(self, embed_VD: Tensor, lm_head_VD: Tensor) -> None:
-        """A trained lm_head starts from the target's rows, once: while it is NaN."""
-        borrow_embedding(self, embed_VD, self.like)
-        borrow_rows(self.lm_head, self.rows_UD(lm_head_VD), self.like)
+        self.finish_init()
 
     # ---- what a head says of its own
 
@@ -113,9 +96,6 @@ class BlockHead(DraftHead):
         """A weight: its device and dtype are the head's."""
         return self.norm.weight
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embed_VD).to(self.like.dtype)
-
     def context(self, features_BTF: Tensor) -> Tensor:
         found: Tensor = self.hidden_norm(self.fc(features_BTF.to(self.like.dtype)))
         return found
@@ -125,25 +105,14 @@ class BlockHead(DraftHead):
         masks = torch.full_like(anchor, self.config.mask_token_id)[..., None].expand(*anchor.shape, self.config.block_size - 1)
         return torch.cat([anchor[..., None], masks], -1)
 
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B, T] → cos, sin [B, T, D]."""
-        cos, sin = self._rotary[0](self.like, positions)
-        return cos, sin
-
     def engine_config(self) -> dict[str, Any]:
         """config.json as vLLM and SGLang read it: target_layer_ids count layer outputs, one less than taps."""
-        c, g, rope = self.config, self.geometry, rope_parameters(self.geometry)
-        ids = [t - 1 for t in self.taps if isinstance(t, int)]
+        c, ids = self.config, [t - 1 for t in self.taps if isinstance(t, int)]
         return {
-            "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
-            "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
-            "vocab_size": g.vocab_size, "draft_vocab_size": len(self.d2t), "max_position_embeddings": c.max_positions,
-            "rms_norm_eps": g.rms_norm_eps, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
-            "layer_types": ["full_attention"] * c.num_layers, "use_sliding_window": False, "freeze_lm_head": c.freeze_lm_head,
-            "block_size": c.block_size, "num_target_layers": g.num_layers,
+            "architectures": ["DFlashDraftModel"], **self.llama_keys(), "model_type": "qwen3",
+            "layer_types": ["full_attention"] * c.num_layers, "use_sliding_window": False,
+            "block_size": c.block_size, "num_target_layers": self.geometry.num_layers,
             "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": ids},
-            "rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope, "rope_parameters": rope,
-            "torch_dtype": str(self.like.dtype).removeprefix("torch."),
         }
 
     # ---- training
@@ -236,9 +205,9 @@ class BlockHead(DraftHead):
             attention, x_BPH = layer.self_attn, layer.inputs(h_BPH)
             slots.write(rows, *attention.key_value(x_BPH, (cos, sin)), 0, layer=i)
             asked = slice(0, P) if i + 1 < len(self.layers) else slice(self.first_step, self.first_step + J)
-            turn = tuple(t[..., asked, :] if t.dim() == 2 else t[:, :, None, asked] for t in (cos, sin))
             x_BPH, h_BPH = x_BPH[:, asked], h_BPH[:, asked]
-            a_BKQD = slots.attend(rows, attention.query(x_BPH, (turn[0], turn[1])), P, layer=i)
+            q_BKQD = attention.query(x_BPH, over_groups((cos[..., asked, :], sin[..., asked, :])))
+            a_BKQD = slots.attend(rows, q_BKQD, P, layer=i)
             h_BPH = layer.finish(attention.output(a_BKQD, x_BPH.shape[1]), h_BPH)
         state.level, state.base_BJU = 0, self.lm_head(self.norm(h_BPH))
         return self._level(state, anchor_B[:, None])[:, 0]

@@ -33,9 +33,6 @@ class DFlash(BlockHead):
     def build(cls, config: DFlashConfig, geometry: Geometry, draft_ids: Tensor | None) -> DFlash:
         return cls(config.resolve(geometry), geometry, draft_ids)
 
-    def logits(self, states: Tensor, step: int = 0) -> Tensor:
-        return self.lm_head(states)
-
     def state(self, h: Tensor, previous: Tensor) -> Tensor:
         return h
 

@@ -38,6 +38,7 @@ from draftheads.heads.layers import (
     causal_mask,
     lm_head,
     nan_table,
+    over_groups,
     target_rotary,
 )
 from draftheads.heads.slots import DraftSlots
@@ -233,8 +234,7 @@ class Hydra(DraftHead):
         layer, attention = self.prefix_layer, self.prefix_layer.self_attn
         slots.write(rows, *attention.key_value(layer.inputs(f_BMH), slots.rope(rows, 0, f_BMH.shape[1])), 0)
         slots.advance(rows, counts_B, counts)
-        cos, sin = slots.rope(rows, -1)
-        q_BKQD = attention.query(layer.inputs(last_B1H), (cos[:, :, None], sin[:, :, None]) if cos.dim() == 4 else (cos, sin))
+        q_BKQD = attention.query(layer.inputs(last_B1H), over_groups(slots.rope(rows, -1)))
         return self.prefix_norm(layer.finish(attention.output(slots.attend(rows, q_BKQD), 1), last_B1H))
 
     @torch.no_grad()

@@ -173,6 +173,12 @@ def rotate(x_TD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return x_TD * cos + torch.cat([-right, left], -1) * sin
 
 
+def over_groups(cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """DraftSlots.rope's, [T, D] or [B, 1, T, D], made to multiply queries [B, K, G, T, D] with."""
+    cos, sin = cos_sin
+    return (cos[:, :, None], sin[:, :, None]) if cos.dim() == 4 else (cos, sin)
+
+
 def attend_unrolled(q_BKQD: Tensor, keys: list[Tensor], values: list[Tensor], mask_BTT: Tensor) -> Tensor:
     """Queries of step j against the step-0 keys (causal, [T,T] scores) and the own-slot keys of steps 1 … j (one column each).
 

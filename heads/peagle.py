@@ -29,7 +29,7 @@ from draftheads.heads.base import DraftBatch, Unrolled
 from draftheads.heads.config import mask_token
 from draftheads.heads.eagle3 import Eagle3, Eagle3Config
 from draftheads.heads.feedback import step_positions
-from draftheads.heads.layers import Layer, MidLayer, attend_unrolled, causal_mask
+from draftheads.heads.layers import Layer, MidLayer, attend_unrolled, causal_mask, over_groups
 from draftheads.heads.slots import DraftSlots
 from draftheads.recipes.schema import Geometry, RecipeError
 
@@ -189,9 +189,3 @@ class PEagle(Eagle3):
 def read(layer: MidLayer | Layer, e_BTH: Tensor, h_BTH: Tensor) -> Tensor:
     """What a layer's attention reads: the first one the embedding as well."""
     return layer.inputs(e_BTH, h_BTH) if isinstance(layer, MidLayer) else layer.inputs(h_BTH)
-
-
-def over_groups(cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """DraftSlots.rope's, made to multiply queries [B, K, G, W, D] with."""
-    cos, sin = cos_sin
-    return (cos[:, :, None], sin[:, :, None]) if cos.dim() == 4 else (cos, sin)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
-from draftheads.recipes.schema import RecipeError
+from draftheads.recipes.schema import MOST_DRAFTED, RecipeError
 
 # Nodes of a tree, and tokens that growing it feeds to the draft (whose caches keep this much room). No published tree has more than 64 nodes, and
 # a typo should not take the memory.
-MOST_NODES = 256
+MOST_NODES = MOST_DRAFTED
 
 
 @dataclass(frozen=True)

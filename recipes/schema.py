@@ -54,7 +54,7 @@ class TargetSection(Section):
     geometry: Geometry | None = None
 
 
-# What inference/shapes.py calls MOST_NODES (which imports this file): a draft is no longer, whoever makes it.
+# A draft has no more tokens, and a tree no more nodes, whoever makes it.
 MOST_DRAFTED = 256
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from draftheads.heads import build_head, head_config
-from draftheads.inference.shapes import MOST_NODES
-from draftheads.recipes.schema import MOST_DRAFTED, NgramSection, Recipe, RecipeError, SuffixSection
+from draftheads.recipes.schema import NgramSection, Recipe, RecipeError, SuffixSection
 from draftheads.train.timetable import unroll_steps
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
@@ -92,10 +91,6 @@ def test_a_bad_recipe_is_one_clear_line(tmp_path, text, message):
         load(tmp_path, text)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_draft_is_no_longer_than_a_tree_may_have_nodes():
-    assert MOST_DRAFTED == MOST_NODES
 
 
 def test_a_missing_recipe_names_its_neighbour(tmp_path):

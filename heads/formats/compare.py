@@ -53,5 +53,3 @@ def random_batch(head: DraftHead, steps: int) -> DraftBatch:
     tokens_BTJ = torch.randint(V, (B, T, steps), generator=generator)
     return DraftBatch(features_BTF, tokens_BTJ, torch.arange(T).expand(B, T).contiguous(), documents_BT,
                       (documents_BT >= 0)[..., None].expand(B, T, steps).contiguous())
-
-

@@ -118,5 +118,3 @@ def readable(where: str) -> Iterator[None]:
 def plain(section: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(section))
     return found
-
-

@@ -10,7 +10,6 @@ An exported folder names no path of this machine, and nothing of the training bu
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from draftheads.heads.formats.detect import PICKLES, SAFETENSORS
 from draftheads.heads.formats.folder import fetch
 from draftheads.heads.formats.opening import open_export, plain, read_folder
 from draftheads.heads.vocab import vocab_hash
-from draftheads.recipes.files import atomic_folder, sha256_file
+from draftheads.recipes.files import atomic_folder, sha256_file, write_json
 from draftheads.recipes.schema import Geometry, RecipeError
 
 README = "README.md"
@@ -91,7 +90,7 @@ def write(folder: Path, files: Files, head: DraftHead, meta: HeadMeta, kind: tor
     config = files.config | {"torch_dtype": str(kind).removeprefix("torch.")}
     if isinstance(config.get("transformer_layer_config"), dict):
         config["transformer_layer_config"] = config["transformer_layer_config"] | {"torch_dtype": config["torch_dtype"]}
-    (folder / CONFIG).write_text(_json(config), encoding="utf-8")
+    write_json(folder / CONFIG, config)
     found: Found = layout(str(meta.layout)).read(Raw("the exported head", config, tensors), meta.geometry, True)
     meta = meta.model_copy(
         update={
@@ -99,7 +98,7 @@ def write(folder: Path, files: Files, head: DraftHead, meta: HeadMeta, kind: tor
             "draft_vocab_hash": vocab_hash(head.target_ids_U()), "weights_hash": sha256_file(folder / name),
         }
     )
-    (folder / META).write_text(_json(meta.model_dump(mode="json")), encoding="utf-8")
+    write_json(folder / META, meta.model_dump(mode="json"))
     lines = [f"# Draft head ({head.config.type}) for {meta.target or 'a local target'}", "", f"Layout: {meta.layout}. How to use it:", ""]
     (folder / README).write_text("\n".join([*lines, *(f"    {note}" for note in files.notes), ""]), encoding="utf-8")
     return meta
@@ -168,8 +167,3 @@ def _check_place(out: Path) -> None:
     if meta is None or (meta.layout is None and "imported" not in meta.extra):
         what = f"holds {foreign[0]}, which" if foreign else "is a folder that"
         raise RecipeError(f"{out} {what} no export wrote: choose another --out, or remove it")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
-
