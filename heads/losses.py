@@ -31,6 +31,10 @@ class Teacher:
     label_M: Tensor
     final_MD: Tensor | None = None
 
+    def at(self, rows_N: Tensor) -> Teacher:
+        """The teacher of some of the positions."""
+        return Teacher(self.logits_MU[rows_N], self.lse_M[rows_N], self.label_M[rows_N], None if self.final_MD is None else self.final_MD[rows_N])
+
     @cached_property
     def logp_MU(self) -> Tensor:
         return (self.logits_MU.float() - self.lse_M.float()[:, None]).detach()

@@ -36,15 +36,28 @@ from draftheads.train.figures import metric_sums
 @dataclass
 class Chunk:
     """teacher_C int64, flat positions s; labels_C int64, the token after s; slots_JC int64, the flat slot that step j trains against s
-    (S where there is none); weights_JC float32, loss_decay^j · the row's weight (0 where there is none)."""
+    (S where there is none); weights_JC float32, loss_decay^j · the row's weight (0 where there is none).
+
+    rows_J: per step int64 [M], which of the C positions it trains, where they are few (a head that thins its slots, the ends of answers): the
+    others' logits are then not computed. None: all C are gone through. Found on the host, as their number must be known there."""
 
     teacher_C: Tensor
     labels_C: Tensor
     slots_JC: Tensor
     weights_JC: Tensor
+    rows_J: list[Tensor | None]
 
     def to(self, device: torch.device) -> Chunk:
-        return Chunk(*(x.to(device, non_blocking=True) for x in (self.teacher_C, self.labels_C, self.slots_JC, self.weights_JC)))
+        moved = (x.to(device, non_blocking=True) for x in (self.teacher_C, self.labels_C, self.slots_JC, self.weights_JC))
+        return Chunk(*moved, [None if x is None else x.to(device, non_blocking=True) for x in self.rows_J])
+
+    @classmethod
+    def of(cls, teacher_C: Tensor, labels_C: Tensor, slots_JC: Tensor, weights_JC: Tensor, none: int) -> Chunk:
+        """none: the slot that stands for no slot."""
+        rows_J = [(slots_C < none).nonzero().flatten() for slots_C in slots_JC]
+        # Gathering the teacher's rows costs a copy, which pays where most of them are left out.
+        few = [2 * len(rows_M) <= len(teacher_C) for rows_M in rows_J]
+        return cls(teacher_C, labels_C, slots_JC, weights_JC, [r if f else None for r, f in zip(rows_J, few, strict=True)])
 
 
 def chunks_of(aligned: Aligned, train: TrainSection, known_V: Tensor, size: int | None = None) -> list[Chunk]:
@@ -72,7 +85,8 @@ def chunks_of(aligned: Aligned, train: TrainSection, known_V: Tensor, size: int 
         weights_JS[j, teacher_M] = train.loss_decay**j * weight_B[slot_M // T]
         labels_S[teacher_M] = aligned.labels_BTJ[..., j].flatten()[slot_M]
     needed = (slots_JS < B * T).any(0).nonzero().flatten()
-    return [Chunk(c, labels_S[c], slots_JS[:, c].clone(), weights_JS[:, c].clone()) for c in needed.split(size or train.loss_chunk) if len(c)]
+    parts = [c for c in needed.split(size or train.loss_chunk) if len(c)]
+    return [Chunk.of(c, labels_S[c], slots_JS[:, c].clone(), weights_JS[:, c].clone(), B * T) for c in parts]
 
 
 def chunk_size(train: TrainSection, draft_vocab: int, device: torch.device) -> int:
@@ -122,20 +136,24 @@ class TrainStep(nn.Module):
         loss = aligned.lse_BT.new_zeros(())
         for chunk in chunks:
             final_CD = aligned.final_BTD.flatten(0, 1)[chunk.teacher_C]
-            teacher = Teacher(self.teacher_logits(final_CD), aligned.lse_BT.flatten()[chunk.teacher_C], self.draft_ids_V[chunk.labels_C],
-                              final_CD if STATES & self.loss.keys() else None)
-            for j in range(J):
-                slots_C = chunk.slots_JC[j]
+            all_C = Teacher(self.teacher_logits(final_CD), aligned.lse_BT.flatten()[chunk.teacher_C], self.draft_ids_V[chunk.labels_C],
+                            final_CD if STATES & self.loss.keys() else None)
+            for j, rows_M in enumerate(chunk.rows_J):
+                if rows_M is not None and not len(rows_M):
+                    continue
+                teacher, slots_C, labels_C, weights_C = all_C, chunk.slots_JC[j], chunk.labels_C, chunk.weights_JC[j]
+                if rows_M is not None:
+                    teacher, slots_C, labels_C, weights_C = all_C.at(rows_M), slots_C[rows_M], labels_C[rows_M], weights_C[rows_M]
                 state_CD = flat_J[j].detach()[slots_C.clamp(max=S - 1)].requires_grad_(torch.is_grad_enabled())
                 logits_CU = self.head.logits(state_CD, j).float()
                 slots = Slots(logits_CU, teacher, self.head.regressed(state_CD) if STATES & self.loss.keys() else None,
                               self.head.confidence(state_CD) if CONFIDENCE & self.loss.keys() else None)
-                part = (combined(slots, self.loss) * (chunk.weights_JC[j] / normaliser)).sum()
+                part = (combined(slots, self.loss) * (weights_C / normaliser)).sum()
                 if torch.is_grad_enabled():
                     grads = torch.autograd.grad(part, [state_CD, *params], allow_unused=True)
                     state_grads_J[j][slots_C] = grads[0].to(state_grads_J[j].dtype)
                     param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads[1:], strict=True)]
-                hits_SJ[slots_C, j] = self.target_ids_U[logits_CU.detach().argmax(-1)] == chunk.labels_C
+                hits_SJ[slots_C, j] = self.target_ids_U[logits_CU.detach().argmax(-1)] == labels_C
                 loss = loss + part.detach()
         metrics = metric_sums(loss, hits_SJ[:S].view(aligned.answers_BTJ.shape), aligned, self.known_V)
         if torch.is_grad_enabled():
