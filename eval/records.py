@@ -106,6 +106,11 @@ class Journal:
             os.fsync(handle.fileno())
 
 
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The complete entries of a journal, the settings first."""
+    return _read(path)[0]
+
+
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The complete lines and their length in bytes."""
     entries: list[dict[str, Any]] = []

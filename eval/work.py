@@ -61,7 +61,8 @@ class Evaluation:
         """The same cache length for all timed runs; `prompts` for others than the evaluation's."""
         new = max_new_tokens or self.section.max_new_tokens
         longest = max(len(p.ids) for p in prompts or [*self.prompts, *self.calibration])
-        return Limits(max_new_tokens=new, max_len=min(longest + new + SPARE, self.target.geometry.max_positions))
+        return Limits(max_new_tokens=new, max_len=min(longest + new + SPARE, self.target.geometry.max_positions),
+                      ignore_eos=self.section.ignore_eos)
 
     @property
     def dtype(self) -> str:

@@ -174,6 +174,7 @@ class EvalSection(Section):
     repetition_penalty: float = Field(1.0, gt=0)
     no_repeat_ngram_size: int = Field(0, ge=0)
     min_new_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = Field(False, description="go on behind end tokens, as engines' benchmarks do")
     lossy: Literal["typical"] | None = Field(None, description="accept what the target would not have drawn; the report is stamped")
     batch_size: int = Field(1, ge=1)
     transformers_fraction: float = Field(1 / 3, ge=0, le=1, description="share of the prompts also run through transformers' generate")

@@ -1,0 +1,253 @@
+"""Every head on the same rows with the same budget: train, export, judge by specdec-eval and by vLLM. The table of RESULTS.md.
+
+    python benchmarks/heads.py distil  --folder runs/heads                  rows with the union of all taps, once (Medusa-2: the same answers)
+    python benchmarks/heads.py probe   --folder runs/heads                  how many steps the budget allows: on an idle machine
+    python benchmarks/heads.py train   --folder runs/heads --heads EAGLE-3  15 minutes of one core
+    python benchmarks/heads.py engine  --folder runs/heads                  export, specdec-eval and vLLM on the same prompts (make env-vllm first)
+    python benchmarks/heads.py measure --folder runs/heads                  τ of a tree, draft cost, speed-up: on an idle machine
+    python benchmarks/heads.py table   --folder runs/heads
+
+Every stage keeps what it has finished and goes on from there. A budget in minutes is turned into optimizer steps by a short run of the same recipe,
+so that what is trained does not depend on what else the machine does meanwhile. One core, so that two heads may be trained side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+UNION = [2, 9, 15, 21, 27, 28, "final"]
+MINUTES, MOST_EPOCHS, PROBE_STEPS = 15.0, 6.0, 14
+PER_CATEGORY, TOKENS, GAMMA = 7, 112, 4
+EPOCH_STEPS = 62  # of 2048 tokens
+TREE = "dynamic:depth=5,top_k=8,nodes=24"
+
+
+@dataclass
+class Head:
+    """recipe: in recipes/; sets: overrides of it; method: vLLM's name, None where no engine loads it; reason: why not, for the table."""
+
+    recipe: str
+    sets: dict[str, Any] = field(default_factory=dict)
+    entry: str = "eagle"
+    method: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    gamma: int = GAMMA
+    trees: bool = True
+    reason: str = ""
+
+
+HEADS = {
+    "Medusa-1": Head("medusa", entry="medusa", method="medusa"),
+    "Medusa-2": Head("medusa2", entry="medusa", method="medusa"),
+    "Hydra++": Head("hydra", {"head.prefix_layer": True}, entry="medusa", reason="no engine loads Hydra"),
+    # EAGLE-1's layout knows no reduced vocabulary.
+    "EAGLE-1": Head("eagle", {"head.draft_vocab_size": None}, method="eagle"),
+    "HASS": Head("hass", reason="as EAGLE-1; reduced vocabulary"),
+    "EAGLE-3": Head("", {"head.fc_norm": False, "head.norm_output": False}, method="eagle3"),
+    "EAGLE-3.1": Head("", method="eagle3"),
+    "P-EAGLE": Head("peagle", method="eagle3", extra={"parallel_drafting": True}, trees=False),
+    "DFlash": Head("dflash", entry="block", method="dflash", trees=False),
+    "DSpark": Head("dspark", entry="block", method="dspark", trees=False),
+}
+
+
+@dataclass
+class Place:
+    """limit: prompts to distil, None: the recipe's number; minutes: of one core, for training a head."""
+
+    folder: Path
+    limit: int | None = None
+    minutes: float = MINUTES
+
+    def run(self, name: str) -> Path:
+        return self.folder / name
+
+    def results(self, name: str) -> dict[str, Any]:
+        file = self.folder / f"{name}.json"
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return found
+
+    def keep(self, name: str, **values: Any) -> None:
+        part = self.folder / f"{name}.json.part"
+        part.write_text(json.dumps(self.results(name) | values, indent=1), encoding="utf-8")
+        os.replace(part, self.folder / f"{name}.json")
+
+
+def recipe_of(head: Head) -> Path:
+    return ROOT / "recipes" / ("smollm2-135m.yaml" if not head.recipe else f"smollm2-135m-{head.recipe}.yaml")
+
+
+def rows_of(place: Place) -> dict[str, Any]:
+    return {"data.taps": UNION} | ({} if place.limit is None else {"data.limit": place.limit})
+
+
+def sets_of(head: Head, place: Place, run: Path, **more: Any) -> list[str]:
+    values = {**rows_of(place), **head.sets, "data.rows": str(place.run("rows")), "run": str(run), **more}
+    return [x for key, value in values.items() for x in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def call(command: list[str], threads: int) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, cwd=ROOT, env=env, check=True)
+
+
+def distil(place: Place) -> None:
+    values = {**rows_of(place), "run": str(place.run("rows"))}
+    call([sys.executable, "-m", "draftheads.eval.cli", "distill", "--recipe", str(recipe_of(HEADS["EAGLE-3.1"])),
+          *(x for key, value in values.items() for x in ("--set", f"{key}={json.dumps(value)}"))], os.cpu_count() or 1)
+
+
+def entry_of(head: Head) -> list[str]:
+    return [sys.executable, f"train/{head.entry}.py", "--recipe", str(recipe_of(head))]
+
+
+def probe(place: Place, name: str) -> None:
+    """Times some steps of the recipe, stage by stage of its unrolling: wants an idle core."""
+    head, run = HEADS[name], place.folder / f"{name}-probe"
+    if "steps" in place.results(name):
+        return
+    call([*entry_of(head), *sets_of(head, place, run, **{"train.steps": PROBE_STEPS, "train.log_every": 1})], 1)
+    records = [json.loads(line) for line in (run / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps, seconds = budget(records, place.minutes)
+    place.keep(name, steps=steps, seconds_per_step=seconds)
+    shutil.rmtree(run)
+
+
+def train(place: Place, name: str) -> None:
+    """As many steps as the budget allows."""
+    probe(place, name)
+    head = HEADS[name]
+    if (place.run(name) / "ckpt" / "final").exists():
+        return
+    steps, began = place.results(name)["steps"], time.monotonic()
+    call([*entry_of(head), *sets_of(head, place, place.run(name), **{"train.steps": steps})], 1)
+    place.keep(name, wall_minutes=(time.monotonic() - began) / 60)
+
+
+def budget(records: list[dict[str, Any]], minutes: float) -> tuple[int, float]:
+    """-> steps that the minutes (and MOST_EPOCHS) allow, mean seconds of one. records: all steps of a short run with the same stages of unrolling.
+
+    tokens_per_s counts from the start; the first steps of a stage, which build what later ones find, are left out of its median.
+    """
+    tokens = 2048.0  # nearly, of each step
+    ends = [r["step"] * tokens / r["tokens_per_s"] for r in records]
+    spent: dict[int, list[float]] = {}
+    for record, begin, end in zip(records[1:], ends, ends[1:], strict=False):
+        spent.setdefault(record["unroll"], []).append(end - begin)
+    count = sum(map(len, spent.values()))
+    seconds = sum(statistics.median(times[len(times) // 3 :]) * len(times) for times in spent.values()) / count
+    return min(int(minutes * 60 / seconds), int(MOST_EPOCHS * EPOCH_STEPS)), seconds
+
+
+def engine(place: Place, name: str) -> None:
+    """Export for vLLM; the exported folder by specdec-eval and by vLLM."""
+    from judge import agree
+
+    head = HEADS[name]
+    if "engine" in place.results(name) or not (place.run(name) / "ckpt" / "final").exists():
+        return
+    if head.method is None:
+        ckpt, target = place.run(name), None
+    else:
+        ckpt, target = place.folder / "export" / name, place.folder / "target"
+        if name.endswith("-2"):  # Medusa-2's target is its own
+            target = place.folder / f"target-{name}"
+        also = [] if target.exists() else ["--target-out", str(target)]
+        call([sys.executable, "-m", "draftheads.eval.cli", "export", "--ckpt", str(place.run(name)), "--to", "vllm", "--out", str(ckpt), *also],
+             os.cpu_count() or 1)
+    found = agree(name, ckpt, target, head.method, gamma=head.gamma, per_category=PER_CATEGORY, max_new_tokens=TOKENS, extra=head.extra)
+    place.keep(name, engine=found)
+
+
+def measure(place: Place, name: str) -> None:
+    """Draft cost and speed-up, batch 1, against our own autoregressive path; τ of a tree on the same prompts."""
+    from draftheads.eval.run import evaluate
+    from draftheads.eval.subject import open_checkpoint
+
+    head, run = HEADS[name], place.run(name)
+    if not (run / "ckpt" / "final").exists():
+        return
+    common = {"per_category": 2, "max_new_tokens": 64, "transformers_fraction": 0.0, "drafters": ["none", "head"]}
+    if "speedup" not in place.results(name):
+        report = evaluate(open_checkpoint(run, [], common | {"tau_gamma": head.gamma}), out=place.folder / "report" / name, quiet=True).report
+        place.keep(name, speedup=report["summary"]["speedup"], speedup_ci95=report["summary"]["speedup_ci95"], lossless=report["summary"]["lossless"],
+                   gamma=report["summary"]["gamma"], draft_cost=report["cost_model"]["c"].get("head"), tau_timed=report["summary"]["tau"])
+    if head.trees and "tree_tau" not in place.results(name):
+        options = common | {"drafters": ["head"], "per_category": PER_CATEGORY, "max_new_tokens": TOKENS, "ignore_eos": True, "tree": TREE,
+                            "batch_size": 16}
+        report = evaluate(open_checkpoint(run, [], options), out=place.folder / "tree" / name, quiet=True).report
+        place.keep(name, tree_tau=report["by_drafter"]["head"]["tau_untrimmed"])
+
+
+def table(place: Place) -> str:
+    columns = ["head", "trained", "steps, epochs", f"τ chain, γ = {GAMMA}", "τ tree", "c", "speed-up (95 %)", "vLLM's acceptance length",
+               "difference", "same texts"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, head in HEADS.items():
+        r = place.results(name)
+        e = r.get("engine") or {}
+        if not e:
+            continue
+        ours, theirs = e["tau_untrimmed"], e.get("vllm_acceptance_length")
+        pair = r.get("speedup_ci95") or [float("nan")] * 2
+        lines.append(" | ".join([
+            f"| {name}", f"{parameters(place.run(name)) / 1e6:.1f} M", f"{r['steps']}, {r['steps'] / EPOCH_STEPS:.1f}", f"{ours:.3f}",
+            f"{r['tree_tau']:.3f}" if "tree_tau" in r else "–", f"{r.get('draft_cost', float('nan')):.3f}",
+            f"{r.get('speedup', float('nan')):.2f} ({pair[0]:.2f}–{pair[1]:.2f})", f"{theirs:.3f}" if theirs else head.reason or "–",
+            f"{e['difference']:+.2%}" if theirs else "–", f"{e['same_texts']} of {e['prompts']} |" if theirs else "– |"]))
+    return "\n".join(lines)
+
+
+def parameters(run: Path) -> int:
+    """Of the trained tensors: what the checkpoint holds, without the vocabulary's maps."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in [run / "ckpt" / "final" / "model.safetensors", *(run / "ckpt" / "final").glob("adapter/*.safetensors")]:
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():
+                shape = tensors.get_slice(key).get_shape()
+                size = 1
+                for n in shape:
+                    size *= n
+                total += size if key not in ("d2t", "t2d") else 0
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=("distil", "probe", "train", "engine", "measure", "table"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/heads"))
+    parser.add_argument("--limit", type=int, help="prompts to distil; default: the recipe's")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of one core, for training each head")
+    parser.add_argument("--heads", help="names separated by commas; default: all")
+    options = parser.parse_args()
+    place = Place(options.folder.absolute(), options.limit, options.minutes)
+    place.folder.mkdir(parents=True, exist_ok=True)
+    names = options.heads.split(",") if options.heads else list(HEADS)
+    unknown = [n for n in names if n not in HEADS]
+    if unknown:
+        parser.error(f"no head {unknown[0]!r}; there are {', '.join(HEADS)}")
+    if options.stage == "distil":
+        distil(place)
+    elif options.stage == "table":
+        print(table(place))
+    else:
+        for name in names:
+            print(f"== {options.stage} {name}", file=sys.stderr, flush=True)
+            {"probe": probe, "train": train, "engine": engine, "measure": measure}[options.stage](place, name)
+
+
+if __name__ == "__main__":
+    main()

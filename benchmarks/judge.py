@@ -1,0 +1,121 @@
+"""vLLM as the judge of exported heads: what it makes of a folder, by its own counters, beside what specdec-eval says of it.
+
+    serve    prompts ─► vllm_engine.py in the engine's environment ─► Served
+    agree    the same prompts, γ and length by specdec-eval ─► its τ and rates per position, beside vLLM's
+
+The engine's environment is made by `make env-vllm` (.venv-vllm); VLLM_PYTHON names another one's Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftheads.eval.records import Block, read_journal
+from draftheads.eval.run import evaluate
+from draftheads.eval.subject import load_target, open_checkpoint, read_conversations, render_prompts
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE = Path(__file__).with_name("vllm_engine.py")
+LOG_LINES, BATCH = 40, 16
+
+
+@dataclass
+class Served:
+    """tokens: per prompt; drafts: rounds in which something was drafted; accepted, per_position: counts. tau includes the bonus token."""
+
+    tokens: list[list[int]]
+    drafts: int
+    drafted: int
+    accepted: int
+    per_position: list[int]
+    seconds: float
+
+    @property
+    def tau(self) -> float:
+        return 1 + self.accepted / self.drafts
+
+    @property
+    def rates(self) -> list[float]:
+        """Share of all drafts whose position i was accepted."""
+        return [n / self.drafts for n in self.per_position]
+
+
+class EngineError(RuntimeError):
+    """vLLM ended without a result. The message has the end of its log."""
+
+
+def engine_python() -> Path:
+    python = Path(os.environ.get("VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    if not python.exists():
+        raise EngineError(f"no vLLM environment at {python}: run make env-vllm, or name its Python: VLLM_PYTHON=/path/to/python")
+    return python
+
+
+def serve(
+    target: Path, prompts: list[list[int]], *, speculative: dict[str, Any] | None = None, max_tokens: int, dtype: str = "float32",
+    max_num_seqs: int = 16, threads: int | None = None,
+) -> Served:
+    """Greedy, end tokens ignored. target: a transformers folder; speculative: vLLM's speculative_config. EngineError if the engine fails."""
+    python = engine_python()
+    threads = threads or os.cpu_count() or 1
+    preload = python.parent.parent / "lib" / "libiomp5.so"
+    env = {
+        **os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
+        # Without Intel's OpenMP in front, CPU attention runs some ten times slower.
+        **({"LD_PRELOAD": str(preload)} if preload.exists() else {}),
+    }
+    env.pop("PYTHONPATH", None)
+    longest = max(map(len, prompts)) + max_tokens + 64
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        job.write_text(json.dumps({
+            "model": str(target), "speculative": speculative, "prompts": prompts, "max_tokens": max_tokens, "dtype": dtype,
+            "max_num_seqs": max_num_seqs, "max_model_len": longest,
+        }), encoding="utf-8")
+        run = subprocess.run([str(python), str(ENGINE), str(job), str(result)], cwd=folder, env=env, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+        if run.returncode or not result.exists():
+            raise EngineError(f"vLLM ended with {run.returncode}:\n" + "\n".join(run.stdout.splitlines()[-LOG_LINES:]))
+        found = json.loads(result.read_text(encoding="utf-8"))
+    counters = found["counters"]
+    return Served(found["tokens"], int(counters.get("drafts", 0)), int(counters.get("draft_tokens", 0)), int(counters.get("accepted_tokens", 0)),
+                  [int(n) for n in counters.get("accepted_tokens_per_pos", [])], found["seconds"])
+
+
+def agree(
+    name: str, ckpt: Path, target: Path | None, method: str | None, *, gamma: int, per_category: int, max_new_tokens: int,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A head by specdec-eval and by vLLM: the same prompts, greedy, float32, end tokens ignored, no round trimmed.
+
+    ckpt: an exported folder, for vLLM; target: its target as a transformers folder; method: vLLM's name, None: specdec-eval alone. extra: more keys
+    of vLLM's speculative_config. -> both acceptance lengths and their relative difference, the rates per position, and how many texts are the same
+    token by token in both.
+    """
+    options = {
+        "drafters": ["head"], "gamma": gamma, "tau_gamma": gamma, "per_category": per_category, "max_new_tokens": max_new_tokens, "ignore_eos": True,
+        "draft_weights": "float32", "batch_size": BATCH, "transformers_fraction": 0.0, "tree": "chain", "temperature": 0.0,
+    }
+    checkpoint = open_checkpoint(ckpt, [], options)
+    with tempfile.TemporaryDirectory() as out:
+        report = evaluate(checkpoint, out=Path(out), quiet=True).report
+        blocks = [Block.from_json(entry) for entry in read_journal(Path(out) / "records.jsonl") if entry["kind"] == "block"]
+    ours = report["by_drafter"]["head"]
+    texts = {c.request.id: c.tokens for b in blocks for c in b.runs["head"].completions}
+    found = {"head": name, "gamma": gamma, "prompts": len(texts), "tokens": sum(map(len, texts.values())), "tau_untrimmed": ours["tau_untrimmed"],
+             "per_position": ours["acceptance_per_position"]}
+    if method is None or target is None:
+        return found
+    prompts = render_prompts(load_target(checkpoint.recipe.target), read_conversations(checkpoint.recipe.eval)[0], max_new_tokens)
+    served = serve(target, [list(p.ids) for p in prompts], max_tokens=max_new_tokens,
+                   speculative={"method": method, "model": str(ckpt), "num_speculative_tokens": gamma, **(extra or {})})
+    same = sum(texts[p.id] == tokens for p, tokens in zip(prompts, served.tokens, strict=True))
+    return found | {"vllm_acceptance_length": served.tau, "difference": served.tau / ours["tau_untrimmed"] - 1, "vllm_per_position": served.rates,
+                    "same_texts": same, "vllm_seconds": served.seconds}
