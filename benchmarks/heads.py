@@ -56,7 +56,8 @@ HEADS = {
     "HASS": Head("hass", reason="as EAGLE-1; reduced vocabulary"),
     "EAGLE-3": Head("", {"head.fc_norm": False, "head.norm_output": False}, method="eagle3"),
     "EAGLE-3.1": Head("", method="eagle3"),
-    "P-EAGLE": Head("peagle", method="eagle3", extra={"parallel_drafting": True}, trees=False),
+    # No deeper than the drafts that are measured: each depth costs as much as a step of EAGLE-3.
+    "P-EAGLE": Head("peagle", {"head.depths": GAMMA, "train.unroll": [{"until": 1.0, "steps": GAMMA}]}, method="eagle3", extra={"parallel_drafting": True}, trees=False),
     "DFlash": Head("dflash", entry="block", method="dflash", trees=False),
     "DSpark": Head("dspark", entry="block", method="dspark", trees=False),
 }

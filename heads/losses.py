@@ -43,6 +43,11 @@ class Teacher:
     def p_MU(self) -> Tensor:
         return self.logp_MU.exp()
 
+    @cached_property
+    def top_MK(self) -> tuple[Tensor, Tensor]:
+        """p and draft ids of the likeliest tokens, found once for all steps."""
+        return self.p_MU.topk(min(TOP_K, self.p_MU.shape[-1]), -1)
+
 
 @dataclass
 class Slots:
@@ -107,8 +112,9 @@ def lk_hybrid(s: Slots, eta: float = 3.0) -> Tensor:
 
 def topk(s: Slots) -> Tensor:
     """soft_ce on the target's TOP_K likeliest tokens of the draft vocabulary alone (HASS, arXiv 2408.15766)."""
-    p_MK, ids_MK = s.teacher.p_MU.topk(min(TOP_K, s.teacher.p_MU.shape[-1]), -1)
-    return -(p_MK * s.logq_MU.gather(-1, ids_MK)).sum(-1)
+    p_MK, ids_MK = s.teacher.top_MK
+    logits_MU = s.draft_logits_MU.float()
+    return p_MK.sum(-1) * torch.logsumexp(logits_MU, -1) - (p_MK * logits_MU.gather(-1, ids_MK)).sum(-1)
 
 
 def smooth_l1(s: Slots) -> Tensor:

@@ -30,7 +30,7 @@ from draftheads.heads.medusa import Medusa
 from draftheads.heads.peagle import PEagle
 from draftheads.inference.decode import complete
 from draftheads.inference.drafters.base import Plan
-from draftheads.inference.drafters.choose import choose
+from draftheads.inference.drafters.head import HeadDrafter
 from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.metrics import all_rounds, tau_untrimmed
 from draftheads.inference.requests import Limits, Request
@@ -51,15 +51,15 @@ WIDE = {"intermediate_size": 1024}  # as many unknowns per output as there are d
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """(Target, its folder): sizes that vLLM's CPU attention takes."""
-    folder = tiny.save(tmp_path_factory.mktemp("target"), hidden_size=128, intermediate_size=192, num_hidden_layers=8, num_attention_heads=4,
-                       num_key_value_heads=2, head_dim=32, vocab_size=512, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    folder = tiny.save(tmp_path_factory.mktemp("target"), hidden_size=256, intermediate_size=256, num_hidden_layers=8, num_attention_heads=8,
+                       num_key_value_heads=4, head_dim=32, vocab_size=512, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     return Target.load(str(folder), dtype="float32", device="cpu", packed=False), folder
 
 
 @pytest.fixture(scope="module")
 def plain(target):
     """What vLLM writes without a draft."""
-    return judge.serve(target[1], PROMPTS, max_tokens=SERVED).tokens
+    return judge.serve(target[1], PROMPTS, max_tokens=SERVED, threads=1).tokens
 
 
 def rows_of(target: Target, taps) -> list[Row]:
@@ -165,7 +165,7 @@ def fitted(target: Target, section: dict, seed: int = 1):
 
 
 def ours(target: Target, head) -> float:
-    done = complete(target, choose(head, target, int8=False), [Request(str(i), tuple(p)) for i, p in enumerate(PROMPTS)],
+    done = complete(target, HeadDrafter(head, target), [Request(str(i), tuple(p)) for i, p in enumerate(PROMPTS)],
                     limits=Limits(SERVED, 128, ignore_eos=True), plan=Plan(GAMMA), batch_size=4)
     return tau_untrimmed(all_rounds(done))
 
@@ -201,7 +201,7 @@ def test_an_interpolating_head_is_accepted_whole_by_the_engine(name, target, pla
     head = fitted(loaded, section)
     assert ours(loaded, head) == GAMMA + 1
     export = exported(head, loaded, tmp_path, layout)
-    served = judge.serve(folder, PROMPTS, max_tokens=SERVED,
+    served = judge.serve(folder, PROMPTS, max_tokens=SERVED, threads=1,
                          speculative={"method": method, "model": str(export), "num_speculative_tokens": GAMMA, **extra})
     assert served.tokens == plain
     assert served.tau == GAMMA + 1, served
@@ -214,7 +214,8 @@ def test_a_folder_altered_behind_our_back_is_accepted_less(key, value, target, p
     export = exported(fitted(loaded, SECTIONS["eagle3.1"][0]), loaded, tmp_path)
     config = json.loads((export / "config.json").read_text())
     (export / "config.json").write_text(json.dumps(config | {key: value}))
-    served = judge.serve(folder, PROMPTS, max_tokens=SERVED, speculative={"method": "eagle3", "model": str(export), "num_speculative_tokens": GAMMA})
+    served = judge.serve(folder, PROMPTS, max_tokens=SERVED, threads=1,
+                         speculative={"method": "eagle3", "model": str(export), "num_speculative_tokens": GAMMA})
     assert served.tokens == plain
     assert served.tau < GAMMA
 
