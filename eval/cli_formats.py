@@ -35,7 +35,7 @@ def export_head(
     The folder holds config.json, the weights (with the rows of the target's lm_head where an engine needs them), draftheads.json and a README with
     the engine's command. It names no path of this machine. What the engine cannot express is an error that says what to do instead.
 
-    The target is loaded, for its tables.
+    Of the target only the embedding and the lm_head are read, where its files let them be read alone.
     """
     layout_name(to, "--to")
     if dtype is not None and dtype not in DTYPES:
@@ -45,13 +45,18 @@ def export_head(
     from draftheads.eval.subject import load_target, open_checkpoint
     from draftheads.heads.formats.transfer import Tables
     from draftheads.heads.formats.transfer import export_head as export
+    from draftheads.inference.tables import read_tables
 
     silence()
     checkpoint = open_checkpoint(ckpt, [] if target is None else [f"target.name={json.dumps(here(target))}"])
-    loaded = load_target(checkpoint.recipe.target, device="cpu")
+    section = checkpoint.recipe.target
+    found = read_tables(section.name, revision=section.revision, dtype=section.dtype, trust_remote_code=section.trust_remote_code,
+                        geometry=section.geometry)
+    if found is None:
+        loaded = load_target(section, device="cpu")
+        found = loaded.embed_VD, loaded.lm_head_VD, loaded.geometry
     goal = out or (checkpoint.run / "export" / to if checkpoint.run is not None else folder.with_name(f"{folder.name}-{to}"))
-    tables = Tables(loaded.embed_VD, loaded.lm_head_VD)
-    report = export(folder, to, goal.expanduser(), tables, dtype=dtype, geometry=loaded.geometry)
+    report = export(folder, to, goal.expanduser(), Tables(found[0], found[1]), dtype=dtype, geometry=found[2])
     _say(report.as_json(), as_json, f"wrote {goal}: {report.tensors} tensors, logits as the checkpoint's (difference {report.difference:.0e})")
 
 

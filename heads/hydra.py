@@ -9,7 +9,8 @@ The first block of head i takes its (i+2)·H inputs to H: R x + SiLU(W x + b); b
 zero, so that each head begins as the target's own guess of x_{t+1}. Head i is unroll step i. The prefix layer is one decoder layer over the f_t of
 all slots s ≤ t, slot t at RoPE position t, with a norm behind it.
 
-arXiv 2402.05109. The original starts R at random and its lm_heads have a bias; here they have none, as the target's has none.
+arXiv 2402.05109. The original starts R at random and its lm_heads have a bias; here they have one only where asked (lm_head_bias), as the target's
+has none.
 
 Shape suffixes: B rows, T slots, M new pairs, H hidden (D in base.py), F feature width (H: one tap), U draft vocabulary, V target's, X = (i+2)·H, K
 key/value heads, Q folded queries, D head dimension, W drafted tokens of one level.
@@ -53,11 +54,14 @@ class HydraConfig(LayerConfig):
     hydra_num_heads: int = Field(4, ge=1, description="how many tokens a draft has at most")
     hydra_num_layers: int = Field(1, ge=1, description="blocks of each head, the one that reads the tokens included (Hydra++: 4)")
     prefix_layer: bool = Field(False, description="Hydra++: a decoder layer over the target's states first")
+    lm_head_bias: bool = Field(False, description="a bias of each lm_head, zero at first, as in the published heads")
 
     def resolve(self, geometry: Geometry) -> Self:
         found = super().resolve(geometry)
         if len(found.taps or ()) != 1:
             raise RecipeError(f"head.taps: Hydra reads one tap, found {list(found.taps or ())}; leave taps out to read the target's final state")
+        if self.lm_head_bias and self.freeze_lm_head:
+            raise RecipeError("head.lm_head_bias needs lm_heads of the head's own, head.freeze_lm_head is true: set one of them to false")
         return found
 
 
@@ -112,7 +116,8 @@ class Hydra(DraftHead):
             self._rotary = (target_rotary(c.head_dim or 0, geometry),)
         more = c.hydra_num_layers - 1
         self.hydra_mlp = nn.ModuleList(nn.Sequential(FirstBlock(H, i + 2), *(ResBlock(H) for _ in range(more))) for i in range(c.hydra_num_heads))
-        self.hydra_lm_head = nn.ModuleList(lm_head(H, U, frozen=c.freeze_lm_head) for _ in range(1 if c.freeze_lm_head else c.hydra_num_heads))
+        heads = 1 if c.freeze_lm_head else c.hydra_num_heads
+        self.hydra_lm_head = nn.ModuleList(lm_head(H, U, frozen=c.freeze_lm_head, bias=c.lm_head_bias) for _ in range(heads))
         self.register_buffer("embed_VD", nan_table(V, H), persistent=False)
         # Has the head's dtype and device: no weight is left to ask when linears are packed for inference.
         self.register_buffer("like", torch.zeros(()), persistent=False)
@@ -150,7 +155,8 @@ class Hydra(DraftHead):
             "architectures": ["HydraModel"], "model_type": "hydra", "hydra_num_heads": c.hydra_num_heads, "hydra_num_layers": c.hydra_num_layers,
             "hydra_head_arch": "prefix-mlp" if c.prefix_layer else "mlp", "grounded_heads": True, "hidden_state_offset": 0,
             "hidden_size": c.hidden_size, "vocab_size": self.geometry.vocab_size, "draft_vocab_size": len(self.d2t),
-            "max_position_embeddings": c.max_positions, "freeze_lm_head": c.freeze_lm_head, **(layer if c.prefix_layer else {}),
+            "max_position_embeddings": c.max_positions, "freeze_lm_head": c.freeze_lm_head, "lm_head_bias": c.lm_head_bias,
+            **(layer if c.prefix_layer else {}),
             "torch_dtype": str(self.like.dtype).removeprefix("torch."),
         }
 

@@ -75,22 +75,25 @@ class Mlp(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """The decoder layer that reads an embedding and a state; `inputs` → attention → `finish`."""
+    """The decoder layer that reads an embedding and a state; `inputs` → attention → `finish`. norm_before_residual: attention's output is added to
+    the normed state, as in heads of speculators, and not to the state itself, as in the paper (arXiv 2503.01840)."""
 
-    def __init__(self, H: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+    def __init__(self, H: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float, *, norm_before_residual: bool = False) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm = Norm(H, eps)
         self.hidden_norm = Norm(H, eps)
         self.self_attn = Attention(2 * H, H, heads, kv_heads, head_dim)
         self.post_attention_layernorm = Norm(H, eps)
         self.mlp = Mlp(H, inner)
 
-    def inputs(self, e_BTH: Tensor, g_BTH: Tensor) -> Tensor:
-        return torch.cat([self.input_layernorm(e_BTH), self.hidden_norm(g_BTH)], -1)
+    def inputs(self, e_BTH: Tensor, g_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """→ (what attention reads, [B, T, 2H]; what its output is added to, [B, T, H])"""
+        n_BTH = self.hidden_norm(g_BTH)
+        return torch.cat([self.input_layernorm(e_BTH), n_BTH], -1), n_BTH if self.norm_before_residual else g_BTH
 
-    def finish(self, attention_BTH: Tensor, g_BTH: Tensor) -> Tensor:
-        """The residual is the un-normed g."""
-        h_BTH = g_BTH + attention_BTH
+    def finish(self, attention_BTH: Tensor, r_BTH: Tensor) -> Tensor:
+        h_BTH = r_BTH + attention_BTH
         return h_BTH + self.mlp(self.post_attention_layernorm(h_BTH))
 
 
@@ -135,12 +138,14 @@ class BorrowedLinear(nn.Linear):
         self.register_buffer("weight", nan_table(outputs, inputs), persistent=False)
 
 
-def lm_head(H: int, U: int, *, frozen: bool) -> nn.Linear:
-    """The target's rows, borrowed, or a copy of them to be trained: NaN until `borrow_rows`."""
+def lm_head(H: int, U: int, *, frozen: bool, bias: bool = False) -> nn.Linear:
+    """The target's rows, borrowed, or a copy of them to be trained: NaN until `borrow_rows`. bias: of the copy, zeros at first."""
     if frozen:
         return BorrowedLinear(H, U)
-    layer = nn.Linear(H, U, bias=False)
+    layer = nn.Linear(H, U, bias=bias)
     nn.init.constant_(layer.weight, float("nan"))
+    if bias:
+        nn.init.zeros_(layer.bias)
     return layer
 
 

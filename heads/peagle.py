@@ -109,11 +109,11 @@ class PEagle(Eagle3):
         e_NTH = torch.cat([self.embed(batch.tokens_BTJ[..., 0]), mask_e])
         h_NTH = torch.cat([self.fuse(batch.features_BTF), mask_g])
         for layer in self.all_layers():
-            x_NTX, attention = read(layer, e_NTH, h_NTH), layer.self_attn
+            (x_NTX, r_NTH), attention = read(layer, e_NTH, h_NTH), layer.self_attn
             keys, values = (y.chunk(J) for y in attention.key_value(x_NTX, (cos_NTD[:, None], sin_NTD[:, None])))
             queries = attention.query(x_NTX, (cos_NTD[:, None, None], sin_NTD[:, None, None])).chunk(J)
             a_NKQD = torch.cat([attend_unrolled(queries[j], list(keys[: j + 1]), list(values[: j + 1]), mask_BTT) for j in range(J)])
-            h_NTH = layer.finish(attention.output(a_NKQD, T), h_NTH)
+            h_NTH = layer.finish(attention.output(a_NKQD, T), r_NTH)
         return Unrolled(list(self.norm(h_NTH).chunk(J)))
 
     # ---- drafting
@@ -139,13 +139,13 @@ class PEagle(Eagle3):
         e_BMH, h_BMH = self.embed(tokens_BM), self.fuse(features_BMF)
         h_BMH = self._causal(slots, rows, e_BMH, h_BMH, self.config.num_layers - 1)
         last, at = self.all_layers()[-1], self.config.num_layers - 1
-        x_BMX = read(last, e_BMH, h_BMH)
+        x_BMX, r_BMH = read(last, e_BMH, h_BMH)
         slots.write(rows, *last.self_attn.key_value(x_BMX, slots.rope(rows, 0, x_BMX.shape[1])), 0, layer=at)
         slots.advance(rows, counts_B, counts)
-        last_B11 = (counts_B.to(h_BMH.device) - 1).clamp(min=0)[:, None, None]
-        x_B1X, h_B1H = (y.gather(1, last_B11.expand(-1, 1, y.shape[-1])) for y in (x_BMX, h_BMH))
+        last_B11 = (counts_B.to(r_BMH.device) - 1).clamp(min=0)[:, None, None]
+        x_B1X, r_B1H = (y.gather(1, last_B11.expand(-1, 1, y.shape[-1])) for y in (x_BMX, r_BMH))
         a_BKQD = slots.attend(rows, last.self_attn.query(x_B1X, over_groups(slots.rope(rows, -1))), layer=at)
-        last_BH = self.norm(last.finish(last.self_attn.output(a_BKQD, 1), h_B1H))[:, 0]
+        last_BH = self.norm(last.finish(last.self_attn.output(a_BKQD, 1), r_B1H))[:, 0]
         if counts is None or min(counts) == 0:  # a row without news keeps its state
             last_BH = torch.where((counts_B > 0).to(last_BH.device)[:, None], last_BH, state.last_BH[rows])
         state.last_BH[rows] = last_BH
@@ -179,13 +179,13 @@ class PEagle(Eagle3):
         cos_sin = slots.rope(rows, 0, W)
         before_BWW = torch.ones(W, W, dtype=torch.bool, device=h_BWH.device).tril().expand(B, W, W)
         for at, layer in enumerate(self.all_layers()[:count]):
-            x_BWX, attention = read(layer, e_BWH, h_BWH), layer.self_attn
+            (x_BWX, r_BWH), attention = read(layer, e_BWH, h_BWH), layer.self_attn
             slots.write(rows, *attention.key_value(x_BWX, cos_sin), 0, layer=at)
             a_BKQD = slots.attend(rows, attention.query(x_BWX, over_groups(cos_sin)), W, before_BWW, layer=at)
-            h_BWH = layer.finish(attention.output(a_BKQD, W), h_BWH)
+            h_BWH = layer.finish(attention.output(a_BKQD, W), r_BWH)
         return h_BWH
 
 
-def read(layer: MidLayer | Layer, e_BTH: Tensor, h_BTH: Tensor) -> Tensor:
-    """What a layer's attention reads: the first one the embedding as well."""
-    return layer.inputs(e_BTH, h_BTH) if isinstance(layer, MidLayer) else layer.inputs(h_BTH)
+def read(layer: MidLayer | Layer, e_BTH: Tensor, h_BTH: Tensor) -> tuple[Tensor, Tensor]:
+    """→ (what a layer's attention reads: the first one the embedding as well; what its output is added to)"""
+    return layer.inputs(e_BTH, h_BTH) if isinstance(layer, MidLayer) else (layer.inputs(h_BTH), h_BTH)

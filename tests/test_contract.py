@@ -55,9 +55,10 @@ SLOW = {"dflash", "dspark", "eagle", "hydra", "peagle"}
 # Other forms of a head that should draft what they are trained to.
 VARIANTS: dict[str, list[dict]] = {
     "eagle": [{"fc_bias": True}],
-    "eagle3": [{"fc_norm": False, "norm_output": False}],
-    "hydra": [{"hydra_num_layers": 3}, {"prefix_layer": True}],
+    "eagle3": [{"fc_norm": False, "norm_output": False}, {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True, "fc_bias": True}],
+    "hydra": [{"hydra_num_layers": 3, "lm_head_bias": True}, {"prefix_layer": True}],
     "medusa": [{"medusa_num_heads": 2, "medusa_num_layers": 3}],
+    "peagle": [{"norm_before_residual": True}],
 }
 
 

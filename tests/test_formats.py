@@ -24,12 +24,14 @@ from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta, save_hea
 from draftheads.heads.formats import FORMATS, Tables, flat, layout, speculators, transfer, vllm
 from draftheads.heads.formats.transfer import export_head, import_head
 from draftheads.inference.drafters.head import HeadDrafter
+from draftheads.inference.tables import read_tables
 from draftheads.inference.target import Target
 from draftheads.recipes.schema import Geometry, RecipeError
 
 V, H, D, INNER, U = 128, 64, 24, 80, 50
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 PLAIN = {"fc_norm": False, "norm_output": False}
+BEFORE = {"norm_before_residual": True, "norm_before_fc": True}
 
 
 def geometry(**changes) -> Geometry:
@@ -88,7 +90,8 @@ def layer(prefix: str, X: int = H) -> dict[str, tuple[int, ...]]:
 def eagle3_shapes(rows: int | None, mid: str = "midlayer", norms: bool = False, vocabulary: int = U) -> dict[str, tuple[int, ...]]:
     return {
         "fc.weight": (H, 3 * H), "norm.weight": (H,), f"{mid}.hidden_norm.weight": (H,), f"{mid}.input_layernorm.weight": (H,),
-        **layer(mid, 2 * H), "d2t": (vocabulary,), "t2d": (V,), **({} if rows is None else {"lm_head.weight": (rows, H)}),
+        **layer(mid, 2 * H), **({"d2t": (vocabulary,), "t2d": (V,)} if vocabulary < V else {}),
+        **({} if rows is None else {"lm_head.weight": (rows, H)}),
         **({f"fc_norm.{i}.weight": (H,) for i in range(3)} if norms else {}),
     }
 
@@ -97,6 +100,8 @@ EAGLE1 = {"fc.weight": (H, 2 * H), "fc.bias": (H,), **layer("layers.0")}
 DFLASH = {"fc.weight": (H, 2 * H), "hidden_norm.weight": (H,), "norm.weight": (H,), "d2t": (U,), "t2d": (V,), "lm_head.weight": (U, H),
           **{n: s for i in range(2) for n, s in (*layer(f"layers.{i}").items(), (f"layers.{i}.input_layernorm.weight", (H,)),
                                                  (f"layers.{i}.self_attn.q_norm.weight", (D,)), (f"layers.{i}.self_attn.k_norm.weight", (D,)))}}
+DSPARK = DFLASH | {"markov_head.markov_w1.weight": (V, 16), "markov_head.markov_w2.weight": (U, 16), "confidence_head.proj.weight": (1, H + 16),
+                   "confidence_head.proj.bias": (1,)}
 PEAGLE = eagle3_shapes(U, norms=True) | {"mask_hidden": (1, 3 * H), "layers.1.input_layernorm.weight": (H,), **layer("layers.1")}
 OFFICIAL_MEDUSA = {name: shape for h in range(3) for name, shape in
                    ((f"{h}.0.linear.weight", (H, H)), (f"{h}.0.linear.bias", (H,)), (f"{h}.1.weight", (V, H)))}
@@ -111,17 +116,29 @@ EAGLE3_CASES = [
     ("trtllm", {"draft": U}, eagle3_shapes(U, norms=True)),
     ("speculators", {"draft": U}, eagle3_shapes(U, "layers.0", norms=True) | {"embed_tokens.weight": (V, H)}),
     ("eagle", {"draft": U, **PLAIN}, eagle3_shapes(U)),
+    ("eagle", PLAIN, eagle3_shapes(V, vocabulary=V)),
+    ("speculators", {}, eagle3_shapes(V, "layers.0", norms=True, vocabulary=V) | {"embed_tokens.weight": (V, H)}),
+    # Forms of published heads, where the engine has them.
+    ("vllm", {"draft": U, **PLAIN, **BEFORE}, eagle3_shapes(U) | {"input_norm.weight": (3 * H,)}),
+    ("speculators", {"draft": U, **PLAIN, **BEFORE}, eagle3_shapes(U, "layers.0") | {"input_norm.weight": (3 * H,), "embed_tokens.weight": (V, H)}),
+    ("trtllm", {"draft": U, **PLAIN, "norm_before_fc": True, "fc_bias": True}, eagle3_shapes(U) | {"input_norm.weight": (3 * H,), "fc.bias": (H,)}),
+    ("sglang", {"draft": U, **PLAIN, "fc_bias": True}, eagle3_shapes(U) | {"fc.bias": (H,)}),
 ]
 CASES = [
     *((to, "eagle3", section, shapes) for to, section, shapes in EAGLE3_CASES),
     *((to, "eagle", {}, EAGLE1) for to in ("vllm", "sglang", "eagle")),
     ("sglang", "eagle", {"fc_bias": True}, EAGLE1),
     ("vllm", "peagle", {"draft": U, "num_layers": 2, "depths": 3, "mask_token_id": 7}, PEAGLE),
+    ("vllm", "peagle", {"draft": U, "num_layers": 2, "depths": 3, "norm_before_residual": True}, PEAGLE),
     ("vllm", "dflash", {"draft": U, "num_layers": 2, "block_size": 4, "taps": [2, 5], "mask_token_id": 7}, DFLASH),
+    ("vllm", "dflash", {"num_layers": 2, "block_size": 4, "taps": [2, 5]},
+     {n: s for n, s in DFLASH.items() if n not in ("d2t", "t2d", "lm_head.weight")}),  # vLLM stops at a d2t of a whole vocabulary
+    ("vllm", "dspark", {"draft": U, "num_layers": 2, "block_size": 3, "taps": [2, 5], "markov_rank": 16}, DSPARK),
     ("medusa", "medusa", {"medusa_num_heads": 3}, OFFICIAL_MEDUSA),
     ("medusa", "medusa", {"medusa_num_heads": 3, "freeze_lm_head": True}, OFFICIAL_MEDUSA),
-    ("vllm", "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 2, "draft": U},
-     VLLM_MEDUSA | {f"lm_heads.{h}.weight": (U, H) for h in range(3)} | {"token_map": (U,)}),
+    ("vllm", "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 2}, VLLM_MEDUSA | {f"lm_heads.{h}.weight": (V, H) for h in range(3)}),
+    ("vllm", "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 2, "draft": U, "freeze_lm_head": True},
+     VLLM_MEDUSA | {"lm_head.weight": (U, H), "token_map": (U,)}),
     ("vllm", "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 2, "freeze_lm_head": True}, VLLM_MEDUSA | {"lm_head.weight": (V, H)}),
 ]
 
@@ -138,6 +155,7 @@ def test_what_is_written_is_what_the_format_lists_and_the_same_head(tmp_path, to
     again, meta = load_head(tmp_path / "out", geometry=geometry(), template_hash="abcd")
     same(head, again)
     assert (meta.layout, meta.target) == (to, "org/model")
+    assert ("d2t" in tensors) == (type != "medusa" and section.get("draft") is not None)
     if "d2t" in tensors:
         assert tensors["d2t"].dtype == torch.int64
         assert torch.equal(torch.arange(len(tensors["d2t"])) + tensors["d2t"], head.target_ids_U())
@@ -170,6 +188,7 @@ def test_configs_say_what_engines_ask_for(tmp_path):
     found = configs["speculators"]
     assert (found["norm_before_residual"], found["target_hidden_size"], found["eagle_aux_hidden_state_layer_ids"]) == (False, H, [1, 3, 6])
     assert found["transformer_layer_config"]["rope_theta"] == 500000.0
+    assert found["transformer_layer_config"]["num_aux_hidden_states"] == 3  # vLLM reads it there and nowhere else
     assert found["speculators_config"]["verifier"] == {"name_or_path": "org/model", "architectures": ["LlamaForCausalLM"]}
     export_head(checkpoint(tmp_path / "one", make_head("eagle")), "vllm", tmp_path / "e1", tables())
     found = json.loads((tmp_path / "e1" / "config.json").read_text())
@@ -179,6 +198,22 @@ def test_configs_say_what_engines_ask_for(tmp_path):
     found = json.loads((tmp_path / "md" / "config.json").read_text())
     assert (found["medusa_num_heads"], found["medusa_num_layers"], found["medusa_fc_bias"], found["hidden_size"]) == (3, 1, True, H)
     assert [k for k in found if "num" in k and "heads" in k] == ["medusa_num_heads"]
+    blocks = {"num_layers": 1, "block_size": 3, "taps": [2, 5], "mask_token_id": 7}
+    for type, section, name, tokens in (("peagle", {"num_layers": 2, "depths": 3}, "LlamaForCausalLMEagle3", 3),  # the only name vLLM leaves as it is
+                                        ("dflash", blocks, "DFlashDraftModel", 2), ("dspark", blocks | {"markov_rank": 16}, "Qwen3DSparkModel", 3)):
+        export_head(checkpoint(tmp_path / type, make_head(type, **section)), "vllm", tmp_path / f"{type}-out", tables())
+        found = json.loads((tmp_path / f"{type}-out" / "config.json").read_text())
+        assert found["architectures"] == [name]
+        assert f'"num_speculative_tokens": {tokens}' in (tmp_path / f"{type}-out" / "README.md").read_text()
+    assert found["dflash_config"]["target_layer_ids"] == found["target_layer_ids"] == [1, 4]
+    assert (found["markov_rank"], found["mask_token_id"], found["enable_confidence_head"]) == (16, 7, True)
+    ckpt = checkpoint(tmp_path / "forms", make_head("eagle3", U, **PLAIN, **BEFORE))
+    for to in ("vllm", "speculators"):
+        export_head(ckpt, to, tmp_path / f"forms-{to}", tables())
+        found = json.loads((tmp_path / f"forms-{to}" / "config.json").read_text())
+        assert found["norm_before_residual"] is found["norm_before_fc"] is True
+    export_head(checkpoint(tmp_path / "fc", make_head("eagle3", U, **PLAIN, norm_before_fc=True)), "trtllm", tmp_path / "forms-trtllm", tables())
+    assert json.loads((tmp_path / "forms-trtllm" / "config.json").read_text())["eagle_config"]["norm_before_fc"] is True
 
 
 def test_dtype_rounds_once_and_is_kept(tmp_path):
@@ -241,12 +276,14 @@ MISTAKES = [
     ("medusa", config(hidden_size=...), "vLLM takes 4096"),
     ("medusa", tensors(lambda t: t.pop("1.0.linear.bias")), "missing blocks.1.0.linear.bias"),
     ("speculators", config(norm_before_residual=...), "vLLM takes that for true"),
-    ("speculators", config(norm_before_residual=True), "norm_before_residual is true"),
+    ("speculators", config(norm_before_residual=True), "norm_before_residual is True"),
     ("speculators", config(transformer_layer_config__rope_theta=10000.0), "make them agree"),
     ("speculators", config(**{AUX: [1, 3, 4]}), "taps"),
     ("speculators", config(draft_vocab_size=...), "draft_vocab_size"),
-    ("vllm", config(norm_before_residual=...), "write false"),
-    ("vllm", config(norm_before_residual=True), "norm_before_residual is true"),
+    ("vllm", config(norm_before_residual=...), "write what it was trained with"),
+    ("vllm", config(norm_before_residual=True), "norm_before_residual is True"),
+    ("vllm", config(norm_before_fc=True), "make them agree"),
+    ("vllm", config(norm_before_fc=True, eagle_config__norm_before_fc=True), "norm_before_fc is True"),
     ("vllm", config(**{AUX: [1, 3, 4]}), "must be one less"),
     ("vllm", config(**{AUX: [1, 3, 4], "eagle_config": {AUX: [0, 2, 3]}}), "neither may be edited alone"),
     ("vllm", config(**{AUX: [4, 2, 5], "eagle_config": {AUX: [3, 1, 4]}}), "rising"),
@@ -364,6 +401,12 @@ def test_only_exports_are_replaced(written, tmp_path):
 @pytest.mark.parametrize(("type", "section", "to", "said"), [
     ("eagle3", {"draft": U}, "eagle", "no fc_norm"), ("eagle3", {"taps": [1, 3, 6], **PLAIN}, "eagle", r"taps \[2, 4, 5\]"),
     ("eagle3", {"taps": [1, 3]}, "sglang", "three"), ("eagle3", {"taps": [1, 3, "final"]}, "vllm", "engines tap layers only"),
+    ("eagle3", {**PLAIN, "norm_before_residual": True}, "sglang", "vllm, speculators"),
+    ("eagle3", {**PLAIN, "norm_before_fc": True}, "sglang", "vllm, speculators, trtllm"),
+    ("eagle3", {**PLAIN, "norm_before_residual": True}, "trtllm", "knows no such thing"),
+    ("eagle3", {**PLAIN, **BEFORE}, "eagle", "knows no such thing"),
+    ("eagle3", {"fc_bias": True}, "vllm", "sglang, trtllm"), ("eagle3", {"fc_bias": True}, "speculators", "sglang, trtllm"),
+    ("peagle", {"fc_bias": True}, "vllm", "head.fc_bias is true"), ("medusa", {"draft": U}, "vllm", "share one lm_head"),
     ("eagle3", {}, "medusa", "it takes medusa heads"), ("eagle", {}, "speculators", "it takes eagle3"), ("eagle", {}, "trtllm", "it takes eagle3"),
     ("eagle", {"draft": U}, "vllm", "whole lm_head"), ("eagle", {"fc_bias": True}, "vllm", "drops it silently"),
     ("medusa", {"draft": U}, "medusa", "no reduced vocabulary"), ("medusa", {"medusa_num_layers": 2}, "medusa", "one block's weights"),
@@ -469,6 +512,58 @@ def test_eagle3_of_other_trainers(tmp_path, kind):
     same(head, load_head(folder, geometry=geometry())[0])  # without an import
 
 
+@pytest.mark.parametrize("kind", ["flat", "speculators", "speculators, unsaid"])
+def test_heads_that_add_to_the_normed_state(tmp_path, kind):
+    """speculators' default is true and a flat config's is false; read the wrong way, the head drafts something else."""
+    head, weights = eagle3(norm_before_residual=True)
+    flag = {"norm_before_residual": True}
+    if kind == "flat":
+        folder = publish(tmp_path / "a", LLAMA | {"draft_vocab_size": U} | flag, weights)
+        plain = publish(tmp_path / "b", LLAMA | {"draft_vocab_size": U}, weights)
+    else:
+        weights = {n.replace("midlayer.", "layers.0."): t for n, t in weights.items()}
+        said = {"speculators_model_type": "eagle3", "draft_vocab_size": U, "transformer_layer_config": LLAMA}
+        folder = publish(tmp_path / "a", said | (flag if kind == "speculators" else {}), weights)
+        plain = publish(tmp_path / "b", said | {"norm_before_residual": False}, weights)
+    same(head, bring(folder, tmp_path / "out"))
+    facts = read_meta(tmp_path / "out").extra["imported"]["facts"]
+    assert any("taken for true" in f for f in facts) == (kind == "speculators, unsaid")
+    with pytest.raises(AssertionError):
+        same(head, load_head(plain, geometry=geometry())[0])
+    export_head(tmp_path / "out", "vllm", tmp_path / "vllm", tables())
+    same(head, load_head(tmp_path / "vllm")[0])
+
+
+def test_other_forms_of_eagle3(tmp_path):
+    """norm_before_fc where vLLM looks first, in eagle_config; an fc.bias that the config does not speak of; one of zeros is none."""
+    head, weights = eagle3(norm_before_fc=True, fc_bias=True)
+    folder = publish(tmp_path / "a", LLAMA | {"draft_vocab_size": U, "eagle_config": {"norm_before_fc": True}}, weights)
+    same(head, bring(folder, tmp_path / "out"))
+    folder = publish(tmp_path / "b", LLAMA | {"draft_vocab_size": U, "norm_before_fc": True, "bias": True},
+                     weights | {"fc.bias": torch.zeros(H)})
+    found = bring(folder, tmp_path / "out2")
+    assert (found.config.norm_before_fc, found.config.fc_bias) == (True, False)
+    export_head(tmp_path / "out2", "vllm", tmp_path / "vllm", tables())
+    folder = publish(tmp_path / "c", LLAMA | {"draft_vocab_size": U, "norm_before_fc": True, "bias": False}, weights)
+    with pytest.raises(RecipeError, match=r"fc\.bias is not zero"):
+        bring(folder, tmp_path / "out3")
+
+
+def test_published_dspark(tmp_path):
+    """DeepSpec's config has its keys at the top and no dflash_config, and no d2t for a whole vocabulary."""
+    head = make_head("dspark", num_layers=1, block_size=3, taps=[2, 5], mask_token_id=7, markov_rank=16, freeze_lm_head=False)
+    weights = {n: t for n, t in head.state_dict().items() if n not in ("d2t", "t2d")}
+    said = LLAMA | {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "target_layer_ids": [1, 4], "mask_token_id": 7, "block_size": 3,
+                    "markov_rank": 16, "markov_head_type": "vanilla"}
+    same(head, bring(publish(tmp_path / "a", said, weights), tmp_path / "out"))
+    bare = {n: t for n, t in weights.items() if not n.startswith("confidence_head.")}
+    same(head, bring(publish(tmp_path / "b", said, bare), tmp_path / "out2"))
+    assert any("confidence" in f for f in read_meta(tmp_path / "out2").extra["imported"]["facts"])
+    for change, words in (({"dspark_bonus_anchor": True}, "anchor"), ({"markov_head_type": "gated"}, "Markov")):
+        with pytest.raises(RecipeError, match=words):
+            bring(publish(tmp_path / "c", said | change, weights), tmp_path / "out3")
+
+
 def test_the_tap_mutant_is_seen(tmp_path, monkeypatch):
     head, weights = eagle3(taps=[1, 3, 6])
     folder = publish(tmp_path / "a", LLAMA | {"draft_vocab_size": U, "eagle_config": {AUX: [0, 2, 5]}}, weights)
@@ -520,30 +615,42 @@ def test_medusa_in_either_naming(tmp_path, kind):
 
 @pytest.mark.parametrize("prefix", [False, True])
 def test_hydra(tmp_path, prefix):
-    head = make_head("hydra", hydra_num_heads=3, hydra_num_layers=2, prefix_layer=prefix)
-    weights = {}
-    for name, tensor in head.state_dict().items():
-        if name in ("d2t", "t2d"):
-            continue
-        if prefix and name.startswith("hydra_mlp."):
-            _, i, n, rest = name.split(".", 3)
-            name = f"hydra_mlp.{i}.{2 * int(n) + 1}.{rest}"
-        if name.startswith("hydra_lm_head."):
-            i = name.split(".")[1]
-            name = f"hydra_lm_head.{i}.1.weight" if prefix else name
-            weights[name.replace("weight", "bias")] = torch.zeros(V)
-        weights[name.replace("prefix_layer.", "prefix_embeding_layer.layers.0.").replace("prefix_norm.", "prefix_embeding_layer.norm.")] = tensor
+    def official(head):
+        weights = {}
+        for name, tensor in head.state_dict().items():
+            if name in ("d2t", "t2d"):
+                continue
+            if prefix and name.startswith("hydra_mlp."):
+                _, i, n, rest = name.split(".", 3)
+                name = f"hydra_mlp.{i}.{2 * int(n) + 1}.{rest}"
+            if prefix and name.startswith("hydra_lm_head."):
+                _, i, rest = name.split(".")
+                name = f"hydra_lm_head.{i}.1.{rest}"
+            if name.startswith("hydra_lm_head."):
+                weights.setdefault(name.replace("weight", "bias"), torch.zeros(V))
+            weights[name.replace("prefix_layer.", "prefix_embeding_layer.layers.0.").replace("prefix_norm.", "prefix_embeding_layer.norm.")] = tensor
+        return weights
+
+    head, biased = (make_head("hydra", hydra_num_heads=3, hydra_num_layers=2, prefix_layer=prefix, lm_head_bias=b) for b in (False, True))
+    weights = official(head)
     said = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp" if prefix else "mlp", "grounded_heads": True,
             "hidden_state_offset": 0, "base_model_name_or_path": "lmsys/vicuna"}
     same(head, bring(publish(tmp_path / "a", said, weights, "hydra_lm_head.pt"), tmp_path / "out", allow_pickle=True))
-    weights["hydra_lm_head.0.1.bias" if prefix else "hydra_lm_head.0.bias"][3] = 1
-    with pytest.raises(RecipeError, match="no bias"):
-        bring(publish(tmp_path / "b", said, weights), tmp_path / "out2")
+    assert not load_head(tmp_path / "out")[0].config.lm_head_bias, "zeros are no bias"
+    found = bring(publish(tmp_path / "b", said, official(biased)), tmp_path / "out2")
+    same(biased, found)
+    with torch.no_grad():
+        found.hydra_lm_head[1].bias[3] += 1
+    with pytest.raises(AssertionError):
+        same(biased, found)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"hidden_size": 96}, "hidden_size 96"), ({"vocab_size": 256}, "vocab_size 256"), ({"num_attention_heads": 4}, "contradict each other"),
-    ({"draft_vocab_size": 40}, "draft_vocab_size 40"), ({"norm_before_residual": True}, "norm_before_residual is true"),
+    ({"draft_vocab_size": 40}, "draft_vocab_size 40"), ({"attention_bias": True}, "attention_bias is true"),
+    ({"bias": True}, "fc.bias is missing"), ({"norm_before_fc": True}, "missing input_norm.weight"),
+    ({"norm_before_fc": True, "fc_norm": True}, "twice"),
+    ({"norm_before_residual": True, "eagle_config": {"norm_before_residual": False}}, "make them agree"),
     ({"fc_norm": True}, "missing fc_norm.0.weight"), ({"rope_parameters": {"rope_theta": 1.0}}, "make them agree"),
     ({"eagle_config": {AUX: [0, 2, 9]}}, "in 0 … 7"), ({"target_hidden_size": 128}, "target_hidden_size is 128"),
 ])
@@ -703,6 +810,47 @@ def test_commands_export_import_and_evaluate(tmp_path, capsys):
         assert specdec(*words) == 2
         err = capsys.readouterr().err
         assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("gemma3_text", {})])
+def test_the_targets_tables_are_read_alone(tmp_path, family, changes):
+    folder = tiny.save(tmp_path / "tiny", family, **changes)
+    target = Target.load(str(folder), packed=False)
+    embed_VD, lm_head_VD, found = read_tables(str(folder), geometry=target.geometry)
+    assert torch.equal(embed_VD, target.embed_VD) and torch.equal(lm_head_VD, target.lm_head_VD)
+    assert found == target.geometry and embed_VD.dtype == target.dtype
+    with pytest.raises(RecipeError, match="hidden_size"):
+        read_tables(str(folder), geometry=target.geometry.model_copy(update={"hidden_size": 96}))
+    # In shards, of which only those with the two tables are there.
+    model = target.model
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {index[n] for n in index if index[n] and ("embed" in n or n == "lm_head.weight")}
+    for file in set(index.values()) - needed:
+        (tmp_path / "shards" / file).unlink()
+    assert len(needed) < len(set(index.values()))
+    again = read_tables(str(tmp_path / "shards"))
+    assert torch.equal(again[0], embed_VD) and torch.equal(again[1], lm_head_VD)
+    # What the files do not hold by that name is left to the loader.
+    weights = load_file(folder / "model.safetensors")
+    name = next(n for n in weights if "embed" in n)
+    save_file({(f"{n}.odd" if n == name else n): t for n, t in weights.items()}, folder / "model.safetensors")
+    assert read_tables(str(folder)) is None
+    assert read_tables(str(tiny.save(tmp_path / "neox", "gpt_neox"))) is None, "transformers renames its lm_head as it loads"
+
+
+def test_export_loads_no_target(tmp_path, capsys, monkeypatch):
+    target = Target.load(str(tiny.save(tmp_path / "tiny", num_hidden_layers=8)))
+    head = build_head({"type": "eagle3", "draft_vocab_size": 64}, target.geometry, torch.arange(4, 68))
+    save_head(head, tmp_path / "ckpt", HeadMeta(target=target.name, template_hash=target.template_hash))
+    words = ["export", "--ckpt", tmp_path / "ckpt", "--to", "speculators", "--out"]
+    with monkeypatch.context() as patch:
+        patch.setattr("draftheads.inference.tables.read_tables", lambda *a, **k: None)
+        assert specdec(*words, tmp_path / "whole") == 0
+    monkeypatch.setattr(Target, "load", lambda *a, **k: pytest.fail("the whole target"))
+    assert specdec(*words, tmp_path / "alone") == 0
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "alone" / path.name).read_bytes(), path.name
 
 
 @pytest.mark.parametrize("command", ["export", "import"])

@@ -71,14 +71,16 @@ def reference(head: Eagle3, embed_VD, lm_head_VD, features_NF, tokens_N, drafted
         return torch.cat([turned.real, turned.imag], -1)
 
     taps = features_NF.double().chunk(len(head.taps), -1)
-    g_NH = lin(torch.cat([rms(t, f"fc_norm.{i}") for i, t in enumerate(taps)] if c.fc_norm else taps, -1), "fc")
+    fused = torch.cat([rms(t, f"fc_norm.{i}") for i, t in enumerate(taps)] if c.fc_norm else taps, -1)
+    g_NH = lin(rms(fused, "input_norm") if c.norm_before_fc else fused, "fc") + w.get("fc.bias", 0)
     e_NH, found, drafted = embed_VD.double()[tokens_N], [], list(drafted)
     while True:
         x = torch.cat([rms(e_NH, "midlayer.input_layernorm"), rms(g_NH, "midlayer.hidden_norm")], -1)
         q, k, v = (lin(x, f"midlayer.self_attn.{n}_proj").view(len(x), -1, D) for n in "qkv")
         q, k, v = rope(q), rope(k).repeat_interleave(Q // K, 1), v.repeat_interleave(Q // K, 1)
         p = torch.softmax(torch.einsum("qhd,khd->hqk", q, k) / D**0.5 + torch.full((len(x), len(x)), float("-inf")).triu(1), -1)
-        h = g_NH + lin(torch.einsum("hqk,khd->qhd", p, v).flatten(1), "midlayer.self_attn.o_proj")
+        r_NH = rms(g_NH, "midlayer.hidden_norm") if c.norm_before_residual else g_NH
+        h = r_NH + lin(torch.einsum("hqk,khd->qhd", p, v).flatten(1), "midlayer.self_attn.o_proj")
         m = rms(h, "midlayer.post_attention_layernorm")
         out = h + lin(torch.nn.functional.silu(lin(m, "midlayer.mlp.gate_proj")) * lin(m, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
         logits_U = rms(out[-1], "norm") @ w.get("lm_head.weight", lm_head_VD.double()[ids_U]).T
@@ -146,6 +148,26 @@ ROWS = [documents([7, 1, 4], 1), documents([9], 2), documents([3, 3], 3)]
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_unroll_equals_an_independent_forward(variant):
     assert unroll_gap(*make_head(variant), ROWS) < 1e-5
+
+
+# Forms that published heads have.
+FORMS = [{"norm_before_residual": True}, {"norm_before_fc": True}, {"fc_bias": True},
+         {"norm_before_residual": True, "norm_before_fc": True, "fc_bias": True, "norm_output": True}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=" ".join)
+def test_other_forms_equal_an_independent_forward(form):
+    head, *borrowed = make_head("eagle3", **form)
+    assert unroll_gap(head, *borrowed, ROWS) < 1e-5
+    for name in {"norm_before_residual", "norm_before_fc"} & set(form):  # the reference without it: what a head computes that forgot it
+        head.config = head.config.model_copy(update={name: False})
+        assert unroll_gap(head, *borrowed, ROWS) > 1e-3, name
+        head.config = head.config.model_copy(update={name: True})
+
+
+def test_taps_are_normed_once():
+    with pytest.raises(RecipeError, match="norm the taps twice"):
+        make_head("eagle3.1", norm_before_fc=True)
 
 
 @pytest.mark.parametrize("section", [{"num_kv_heads": 6}, {"num_kv_heads": 1, "head_dim": 10}, {"taps": [0, 7, "final"]}, {"taps": [3]},

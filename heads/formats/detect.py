@@ -23,7 +23,7 @@ def detect(config: dict[str, Any], names: Iterable[str]) -> str | None:
         return "hydra"
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config or any(_MEDUSA.fullmatch(n) for n in names):
         return "medusa"
-    if "mask_hidden" in names or "dflash_config" in config:
+    if "mask_hidden" in names or "dflash_config" in config or "markov_rank" in config:
         return "vllm"
     if {"fc.weight", "model.fc.weight"} & names or "draft_vocab_size" in config or "eagle_config" in config:
         return "eagle"

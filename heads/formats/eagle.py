@@ -28,7 +28,8 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     if list(head.taps) != [2, L // 2, L - 3]:
         raise RecipeError(f"the official EAGLE-3 code taps {[2, L // 2, L - 3]} and can be told no other: the head has {list(head.taps)}; "
                           "export to vllm or sglang")
-    files = export_eagle3(head, tables, always_lm_head=True)
+    files = export_eagle3(head, tables, "the official EAGLE-3 code", always_lm_head=True,
+                          unknown=("norm_before_residual", "norm_before_fc", "fc_bias"))
     return Files(files.config | {"pad_token_id": 0}, files.tensors,
                  ["EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=THIS_FOLDER, use_eagle3=True)"])
 

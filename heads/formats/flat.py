@@ -1,7 +1,8 @@
 """What the flat layouts share: EAGLE-1 and EAGLE-3 as official code, vLLM, SGLang and TensorRT-LLM read them, and the checks of both.
 
 One EAGLE-3 folder serves them all (`midlayer.*`, d2t as offsets, both keys of the tap numbers), and so does one EAGLE-1 folder (an fc.bias of
-zeros: vLLM ignores it, SGLang would leave a missing one random). Each check below is of something that at least one engine takes in silence.
+zeros: vLLM ignores it, SGLang would leave a missing one random). Each check below is of something that at least one engine takes in silence. A whole
+vocabulary has no d2t and t2d: vLLM, which makes no place for them then, stops.
 
 Tap numbers: `eagle_aux_hidden_state_layer_ids` at the top counts like ours (vLLM), in `eagle_config` it counts layer outputs, one less (SGLang).
 
@@ -34,26 +35,33 @@ _CURES = {
 }
 _CURES3 = _CURES | {
     "draft_vocab_size": "SGLang stops; write the number of rows of lm_head",
-    "norm_before_residual": "vLLM takes true in speculators configs, false in flat ones; write false",
+    "norm_before_residual": "vLLM takes true in speculators configs, false in flat ones; write what it was trained with",
     "attention_bias": "TensorRT-LLM wants it; write false", AUX: "engines take layers 2, L//2, L-3; write the taps",
 }
+
+_KNOWN_BY = {"norm_before_residual": "vllm, speculators", "norm_before_fc": "vllm, speculators, trtllm", "fc_bias": "sglang, trtllm"}
 
 
 # ---- EAGLE-3
 
-def export_eagle3(head: DraftHead, tables: Tables, *, always_lm_head: bool) -> Files:
-    """always_lm_head: the engine does not take the target's when there is none here."""
+def export_eagle3(head: DraftHead, tables: Tables, engine: str, *, always_lm_head: bool, unknown: tuple[str, ...] = ()) -> Files:
+    """always_lm_head: the engine does not take the target's when there is none here. unknown: fields of the head that it leaves out in silence."""
+    for field in unknown:
+        if getattr(head.config, field, False):
+            raise RecipeError(f"head.{field} is true, and {engine} knows no such thing: the head would draft otherwise than it was trained; train "
+                              f"with false, or export to one that does ({_KNOWN_BY[field]})")
     if "final" in head.taps:
         raise RecipeError(f"head.taps {list(head.taps)}: engines tap layers only, not the final norm's output; train with taps that are numbers")
     config = {k: v for k, v in head.engine_config().items() if k not in PRIVATE}
-    weights = dict(head.state_dict())
-    if "lm_head.weight" not in weights and (always_lm_head or len(head.d2t) != head.geometry.vocab_size):
+    whole = len(head.d2t) == head.geometry.vocab_size
+    weights = {n: t for n, t in head.state_dict().items() if not (whole and n in ("d2t", "t2d"))}
+    if "lm_head.weight" not in weights and (always_lm_head or not whole):
         weights["lm_head.weight"] = head.rows_UD(tables.lm_head_VD)
     return Files(config, weights)
 
 
-def read_eagle3(raw: Raw, geometry: Geometry, ours: bool, type: str = "eagle3") -> Found:
-    c, where = raw.config, raw.where
+def read_eagle3(raw: Raw, geometry: Geometry, ours: bool, type: str = "eagle3", facts: list[str] | None = None) -> Found:
+    c, where, facts = raw.config, raw.where, list(facts or ())
     if ours:
         require(raw, _CURES3)
     check_target(raw, geometry)
@@ -62,12 +70,12 @@ def read_eagle3(raw: Raw, geometry: Geometry, ours: bool, type: str = "eagle3") 
     if c.get("target_hidden_size", geometry.hidden_size) != geometry.hidden_size:
         raise RecipeError(f"{where}: target_hidden_size is {c['target_hidden_size']}, the target's is {geometry.hidden_size}")
     nested = c.get("eagle_config") or {}
-    for key in ("norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias", "bias", "tie_word_embeddings"):
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
         if c.get(key) or nested.get(key):
             raise RecipeError(f"{where}: {key} is true, our EAGLE-3 head has no such thing; only heads with false can be read")
     weights = renamed(raw.tensors, {"layers.0.": "midlayer."})
-    weights.pop("embed_tokens.weight", None)
-    facts = ["its embedding was left out: the target's is used, as in the engines"] if "embed_tokens.weight" in raw.tensors else []
+    if weights.pop("embed_tokens.weight", None) is not None:
+        facts.append("its embedding was left out: the target's is used, as in the engines")
     V, U = geometry.vocab_size, c.get("draft_vocab_size", geometry.vocab_size if "d2t" not in weights else len(weights["d2t"]))
     if U is None:
         if ours:
@@ -83,11 +91,31 @@ def read_eagle3(raw: Raw, geometry: Geometry, ours: bool, type: str = "eagle3") 
         raise RecipeError(f"{where}: num_hidden_layers is {layers}, an EAGLE-3 head has 1 (was the target's count copied?): write 1")
     section = {
         "type": type, "taps": taps, "draft_vocab_size": U, "freeze_lm_head": "lm_head.weight" not in weights, "fc_norm": bool(c.get("fc_norm")),
-        "norm_output": bool(c.get("norm_output")), **layer_sizes(c, geometry),
+        "norm_output": bool(c.get("norm_output")), **_forms(raw, weights, facts), **layer_sizes(c, geometry),
     }
     if type == "eagle3":
         section["induction_init"] = False
     return Found(section, weights, ids_U, own_values(raw, geometry, facts), facts)
+
+
+def _forms(raw: Raw, weights: dict[str, Tensor], facts: list[str]) -> dict[str, bool]:
+    """The options of a head that the official code doesn't have; zeros of an fc.bias are left out of the weights."""
+    c, nested, where = raw.config, raw.config.get("eagle_config") or {}, raw.where
+    found: dict[str, bool] = {}
+    for key in ("norm_before_residual", "norm_before_fc"):
+        said = {bool(place[key]) for place in (c, nested) if place.get(key) is not None}
+        if len(said) > 1:
+            raise RecipeError(f"{where}: {key} is {c[key]} and eagle_config.{key} is {nested[key]}: engines read one or the other; make them agree")
+        found[key] = said.pop() if said else False
+    if found["norm_before_residual"]:
+        facts.append("norm_before_residual is true: SGLang, TensorRT-LLM and the official code would draft otherwise with it")
+    if c.get("bias") and "fc.bias" not in weights:
+        raise RecipeError(f"{where}: bias is true and fc.bias is missing: SGLang would leave it random; write false, or get the tensor")
+    if "fc.bias" in weights and c.get("bias") is False and bool(weights["fc.bias"].any()):
+        raise RecipeError(f"{where}: bias is false and fc.bias is not zero: engines drop it in silence; write true")
+    if "fc.bias" in weights and not bool(weights["fc.bias"].any()):
+        del weights["fc.bias"]
+    return {**found, "fc_bias": "fc.bias" in weights}
 
 
 def tap_numbers(raw: Raw, layers: int, ours: bool, facts: list[str]) -> list[int]:
@@ -114,7 +142,7 @@ def draft_ids(where: str, weights: dict[str, Tensor], U: int, V: int, ours: bool
     weights = dict(weights)
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
     if d2t is None:
-        if ours or U != V:
+        if U != V:
             raise RecipeError(f"{where}: tensor d2t is missing (draft_vocab_size {U}, vocabulary {V}): engines would take draft ids for target ids")
         ids_U = torch.arange(V)
     else:
@@ -128,7 +156,7 @@ def draft_ids(where: str, weights: dict[str, Tensor], U: int, V: int, ours: bool
         raise RecipeError(f"{where}: d2t leads to ids outside 0 … {V - 1}, or twice to one: {absolute}")
     if t2d is not None and (t2d.shape != (V,) or not torch.equal(t2d.bool(), draft_maps(ids_U, V)[1])):
         raise RecipeError(f"{where}: t2d does not agree with d2t: {absolute}")
-    if ours and t2d is None:
+    if ours and d2t is not None and t2d is None:
         raise RecipeError(f"{where}: tensor t2d is missing, by which d2t is checked: export the head again")
     order_U = ids_U.argsort()
     if not torch.equal(order_U, torch.arange(U)):

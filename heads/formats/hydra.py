@@ -33,9 +33,10 @@ def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
     check_target(raw, geometry)
     prefix = arch == "prefix-mlp"
     weights = our_names(raw.tensors, prefix)
-    for name in [n for n in weights if re.fullmatch(r"hydra_lm_head\.\d+\.bias", n)]:
-        if bool(weights.pop(name).any()):
-            raise RecipeError(f"{where}: {name} is not zero, and our Hydra's lm_heads have no bias: it would not draft as it was trained")
+    biases = [n for n in weights if re.fullmatch(r"hydra_lm_head\.\d+\.bias", n)]
+    biased = any(bool(weights[n].any()) for n in biases)
+    if not biased:
+        weights = {n: t for n, t in weights.items() if n not in biases}
     places = [tuple(map(int, m.groups())) for n in weights if (m := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight", n))]
     if not places:
         raise RecipeError(f"{where}: no tensors of Hydra heads, found {', '.join(sorted(raw.tensors)[:3])} …")
@@ -46,7 +47,7 @@ def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
     V = geometry.vocab_size
     weights["d2t"], weights["t2d"] = draft_maps(torch.arange(V), V)
     section: dict[str, Any] = {"type": "hydra", "taps": ["final"], "hydra_num_heads": K, "hydra_num_layers": N, "prefix_layer": prefix,
-                               "freeze_lm_head": False, "hidden_size": geometry.hidden_size}
+                               "freeze_lm_head": False, "lm_head_bias": biased, "hidden_size": geometry.hidden_size}
     return Found(section, weights)
 
 

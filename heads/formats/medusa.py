@@ -50,6 +50,7 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
 
 
 def export_vllm(head: DraftHead, tables: Tables) -> Files:
+    """RecipeError for lm_heads of their own over a reduced vocabulary: vLLM 0.32 makes them of the whole one, and stops at fewer rows."""
     _exportable(head)
     weights = head.state_dict()
     tensors = {re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", n): t for n, t in weights.items() if n not in ("d2t", "t2d")}
@@ -58,6 +59,9 @@ def export_vllm(head: DraftHead, tables: Tables) -> Files:
     if shared:  # one for all heads: a K-th of the file
         tensors = {n: t for n, t in tensors.items() if not n.startswith("lm_heads.")} | {"lm_head.weight": rows[0]}
     if len(head.d2t) != head.geometry.vocab_size:
+        if not shared:
+            raise RecipeError("vLLM has a reduced vocabulary only for Medusa heads that share one lm_head, and these have their own: train with "
+                              "head.freeze_lm_head: true, or without head.draft_vocab_size")
         tensors["token_map"] = head.target_ids_U()
     config = {k: v for k, v in head.engine_config().items() if k != "draft_vocab_size"}
     return Files(config | {"original_lm_head": shared}, tensors)

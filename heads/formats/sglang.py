@@ -1,6 +1,7 @@
 """SGLang: EAGLE-1/2 (LlamaForCausalLMEagle) and EAGLE-3 (LlamaForCausalLMEagle3), flat.
 
-SGLang drops unknown tensors in silence, always wants an lm_head of draft_vocab_size rows, and replaces the embedding by the target's.
+SGLang drops unknown tensors in silence, always wants an lm_head of draft_vocab_size rows, and replaces the embedding by the target's. It adds
+attention's output to the un-normed state only, and has no norm over all taps at once.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
         raise refuse("SGLang", head.config.type, "eagle and eagle3 heads")
     if len(head.taps) != 3:
         raise RecipeError(f"head.taps has {len(head.taps)} layers; SGLang's fc is three states wide: train with three, or export to vllm")
-    files = export_eagle3(head, tables, always_lm_head=True)
+    files = export_eagle3(head, tables, "SGLang", always_lm_head=True, unknown=("norm_before_residual", "norm_before_fc"))
     notes = [command + "EAGLE3"]
     if head.config.fc_norm or head.config.norm_output:
-        notes.append("EAGLE-3.1: releases of SGLang that do not know fc_norm and norm_output drop them in silence; compare its accept length.")
+        notes.append("EAGLE-3.1 (fc_norm, norm_output): SGLang reads both since the middle of 2026; releases before drop them in silence and accept "
+                     "far less: compare its accept length with the report's tau.")
     return Files(files.config, files.tensors, notes)
 
 

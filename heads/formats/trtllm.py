@@ -13,7 +13,7 @@ from draftheads.recipes.schema import Geometry
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     if head.config.type != "eagle3":
         raise refuse("TensorRT-LLM", head.config.type, "eagle3 heads (Medusa's legacy flow reads --to medusa_pt)")
-    files = export_eagle3(head, tables, always_lm_head=False)
+    files = export_eagle3(head, tables, "TensorRT-LLM", always_lm_head=False, unknown=("norm_before_residual",))
     outputs = [k - 1 for k in head.taps if isinstance(k, int)]
     return Files(files.config, files.tensors, [
         f"EagleDecodingConfig(max_draft_len=4, speculative_model_dir=THIS_FOLDER, eagle3_layers_to_capture={{{', '.join(map(str, outputs))}}}): "

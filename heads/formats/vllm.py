@@ -1,12 +1,16 @@
-"""vLLM: EAGLE-1/2, EAGLE-3 and P-EAGLE flat, DFlash, Medusa in vLLM's own names. speculators.py is the other layout that it serves.
+"""vLLM: EAGLE-1/2, EAGLE-3 and P-EAGLE flat, DFlash, DSpark, Medusa in vLLM's own names. speculators.py is the other layout that it serves.
 
-EAGLE: fc.bias is dropped in silence. EAGLE-3: `midlayer.` becomes layers.0, tap k is the output of layer k − 1, as ours.
+EAGLE: fc.bias is dropped in silence. EAGLE-3: `midlayer.` becomes layers.0, tap k is the output of layer k − 1, as ours. P-EAGLE goes by EAGLE-3's
+architecture: vLLM puts "Eagle3" before any other name in a flat folder, and then knows none of it. DSpark is for vLLM's second model runner, which
+needs a GPU. Read in vLLM 0.32.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats import Files, Found, Raw, Tables, medusa, refuse
@@ -26,6 +30,12 @@ from draftheads.heads.formats.flat import (
 )
 from draftheads.recipes.schema import Geometry, RecipeError
 
+_WARNINGS = {
+    "medusa": " More tokens than the head has heads would leave vLLM with random ones.",
+    "dflash": " No other number of tokens: the head was trained on blocks of one length.",
+    "dspark": " No other number of tokens: the head was trained on blocks of one length. It needs vLLM's model runner V2, hence a GPU.",
+}
+
 
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     kind = head.config.type
@@ -34,27 +44,29 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
         no_bias(files.tensors, "this head")
         return Files(files.config, files.tensors, _notes("eagle", 4))
     if kind == "eagle3":
-        files = export_eagle3(head, tables, always_lm_head=False)
+        files = export_eagle3(head, tables, "vLLM", always_lm_head=False, unknown=("fc_bias",))
         return Files(files.config, files.tensors, _notes("eagle3", 4))
     if kind == "medusa":
         files = medusa.export_vllm(head, tables)
         return Files(files.config, files.tensors, _notes("medusa", head.max_depth or 1))
     if kind == "peagle":
-        files = export_eagle3(head, tables, always_lm_head=False)
+        files = export_eagle3(head, tables, "vLLM", always_lm_head=False, unknown=("fc_bias",))
         kept = {k: v for k, v in files.config.items() if k not in ("depths", "cod_ratio")}
         notes = _notes("eagle3", head.max_depth or 1, ', "parallel_drafting": true')
-        return Files(kept | {"architectures": ["PeagleLlamaForCausalLM"]}, files.tensors, notes)
-    if kind == "dflash":
-        files = export_eagle3(head, tables, always_lm_head=False)
-        return Files(files.config, files.tensors, _notes("dflash", head.max_depth or 1))
-    raise refuse("vLLM", kind, "eagle, eagle3, peagle, dflash and medusa heads")
+        if head.config.fc_norm or head.config.norm_before_fc:
+            notes.append("On a GPU without --enforce-eager, whose kernel for norms does not take the single vector that mask_hidden is.")
+        return Files(kept, files.tensors, notes)
+    if kind in ("dflash", "dspark"):
+        files = export_eagle3(head, tables, "vLLM", always_lm_head=False)
+        return Files(files.config, files.tensors, _notes(kind, head.max_depth or 1))
+    raise refuse("vLLM", kind, "eagle, eagle3, peagle, dflash, dspark and medusa heads")
 
 
 def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
     if detect(raw.config, raw.tensors) == "medusa":
         return medusa.read(raw, geometry, ours)
-    if "dflash_config" in raw.config:
-        return _read_dflash(raw, geometry, ours)
+    if "dflash_config" in raw.config or "markov_rank" in raw.config:
+        return _read_block(raw, geometry, ours)
     if is_eagle1(raw):
         if ours:
             no_bias(raw.tensors, raw.where)
@@ -69,14 +81,22 @@ def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
     return replace(found, section={**found.section, "mask_token_id": token, "num_layers": c.get("num_hidden_layers", 1)})
 
 
-def _read_dflash(raw: Raw, geometry: Geometry, ours: bool) -> Found:
-    """Qwen3-style layers, a block of masks; target_layer_ids count layer outputs, one less than our taps."""
+def _read_block(raw: Raw, geometry: Geometry, ours: bool) -> Found:
+    """DFlash and DSpark: Qwen3-style layers, a block of masks; target_layer_ids count layer outputs, one less than our taps. DSpark's keys may stand
+    in dflash_config, which goes first, or at the top."""
     c, where, V = raw.config, raw.where, geometry.vocab_size
     facts: list[str] = []
-    inner = c["dflash_config"] or {}
+    kind = "dspark" if "markov_rank" in c else "dflash"
+    inner = {**(c if kind == "dspark" else {}), **(c.get("dflash_config") or {})}
     outputs, token, block = inner.get("target_layer_ids"), inner.get("mask_token_id"), c.get("block_size")
     if not outputs or token is None or block is None:
         raise RecipeError(f"{where}: config.json must have dflash_config.target_layer_ids, dflash_config.mask_token_id and block_size")
+    anchored = bool(inner.get("sample_from_anchor", kind == "dspark")) and not c.get("dspark_bonus_anchor")
+    if anchored != (kind == "dspark") or inner.get("causal") or c.get("markov_head_type", "vanilla") != "vanilla":
+        raise RecipeError(f"{where}: only {kind} heads with attention both ways, whose anchor drafts {'a' if kind == 'dspark' else 'no'} token, and "
+                          f"with a vanilla Markov head can be read; found causal {inner.get('causal')}, sample_from_anchor "
+                          f"{inner.get('sample_from_anchor')}, dspark_bonus_anchor {c.get('dspark_bonus_anchor')}, markov_head_type "
+                          f"{c.get('markov_head_type')}")
     if ours:
         require(raw, {"rope_theta": "old transformers take 10000", "rope_parameters": "transformers 5 takes theta 10000",
                       "draft_vocab_size": "write the number of rows of lm_head", "tie_word_embeddings": "write false", "head_dim": "write it",
@@ -92,12 +112,16 @@ def _read_dflash(raw: Raw, geometry: Geometry, ours: bool) -> Found:
     taps = [k + 1 for k in outputs]
     if taps != sorted(set(taps)) or not all(0 <= k < geometry.num_layers for k in taps):
         raise RecipeError(f"{where}: target_layer_ids {outputs} must be distinct, rising and in 0 … {geometry.num_layers - 2} for this target")
-    section = {"type": "dflash", "taps": taps, "draft_vocab_size": U, "freeze_lm_head": "lm_head.weight" not in weights, "block_size": block,
+    section = {"type": kind, "taps": taps, "draft_vocab_size": U, "freeze_lm_head": "lm_head.weight" not in weights, "block_size": block,
                "mask_token_id": token, "num_layers": c.get("num_hidden_layers", 1), **layer_sizes(c, geometry)}
+    if kind == "dspark":
+        rank = section["markov_rank"] = inner["markov_rank"]
+        if not ours and not any(n.startswith("confidence_head.") for n in weights):
+            facts.append("it has no confidence head: one of zeros was added")
+            weights |= {"confidence_head.proj.weight": torch.zeros(1, geometry.hidden_size + rank), "confidence_head.proj.bias": torch.zeros(1)}
     return Found(section, weights, ids_U, own_values(raw, geometry, facts), facts)
 
 
 def _notes(method: str, most: int, more: str = "") -> list[str]:
     words = f'{{"method": "{method}", "model": "THIS_FOLDER", "num_speculative_tokens": {most}{more}}}'
-    warning = " More than the head has heads would leave vLLM with random ones." if method == "medusa" else ""
-    return [f"vllm serve TARGET --speculative-config '{words}'.{warning}"]
+    return [f"vllm serve TARGET --speculative-config '{words}'.{_WARNINGS.get(method, '')}"]
