@@ -48,8 +48,9 @@ class Head:
 
 
 HEADS = {
-    "Medusa-1": Head("medusa", entry="medusa", method="medusa"),
-    "Medusa-2": Head("medusa2", entry="medusa", method="medusa"),
+    # vLLM serves a reduced vocabulary of Medusa's with one lm_head only.
+    "Medusa-1": Head("medusa", {"head.freeze_lm_head": True}, entry="medusa", method="medusa"),
+    "Medusa-2": Head("medusa2", {"head.freeze_lm_head": True}, entry="medusa", method="medusa"),
     "Hydra++": Head("hydra", {"head.prefix_layer": True}, entry="medusa", reason="no engine loads Hydra"),
     # EAGLE-1's layout knows no reduced vocabulary.
     "EAGLE-1": Head("eagle", {"head.draft_vocab_size": None}, method="eagle"),
@@ -57,9 +58,10 @@ HEADS = {
     "EAGLE-3": Head("", {"head.fc_norm": False, "head.norm_output": False}, method="eagle3"),
     "EAGLE-3.1": Head("", method="eagle3"),
     # No deeper than the drafts that are measured: each depth costs as much as a step of EAGLE-3.
-    "P-EAGLE": Head("peagle", {"head.depths": GAMMA, "train.unroll": [{"until": 1.0, "steps": GAMMA}]}, method="eagle3", extra={"parallel_drafting": True}, trees=False),
+    "P-EAGLE": Head("peagle", {"head.depths": GAMMA, "train.unroll": [{"until": 1.0, "steps": GAMMA}]}, method="eagle3",
+                    extra={"parallel_drafting": True}, trees=False),
     "DFlash": Head("dflash", entry="block", method="dflash", trees=False),
-    "DSpark": Head("dspark", entry="block", method="dspark", trees=False),
+    "DSpark": Head("dspark", entry="block", trees=False, reason="vLLM's runner for it wants a GPU"),
 }
 
 

@@ -57,36 +57,39 @@ def engine_python() -> Path:
     return python
 
 
-def serve(
-    target: Path, prompts: list[list[int]], *, speculative: dict[str, Any] | None = None, max_tokens: int, dtype: str = "float32",
-    max_num_seqs: int = 16, threads: int | None = None,
-) -> Served:
-    """Greedy, end tokens ignored. target: a transformers folder; speculative: vLLM's speculative_config. EngineError if the engine fails."""
+def job(target: Path, prompts: list[list[int]], *, speculative: dict[str, Any] | None = None, max_tokens: int, dtype: str = "float32") -> dict[str, Any]:
+    """Greedy, end tokens ignored. target: a transformers folder; speculative: vLLM's speculative_config."""
+    return {"model": str(target), "speculative": speculative, "prompts": prompts, "max_tokens": max_tokens, "dtype": dtype,
+            "max_num_seqs": BATCH, "max_model_len": max(map(len, prompts)) + max_tokens + 64}
+
+
+def serve(jobs: list[dict[str, Any]], *, threads: int | None = None) -> list[Served | EngineError]:
+    """Each job by an engine of its own, in one process. An engine that fails is an EngineError in its place; it is raised if the process dies."""
     python = engine_python()
-    threads = threads or os.cpu_count() or 1
     preload = python.parent.parent / "lib" / "libiomp5.so"
     env = {
-        **os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2",
+        **os.environ, "OMP_NUM_THREADS": str(threads or os.cpu_count() or 1), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
         # Without Intel's OpenMP in front, CPU attention runs some ten times slower.
         **({"LD_PRELOAD": str(preload)} if preload.exists() else {}),
     }
     env.pop("PYTHONPATH", None)
-    longest = max(map(len, prompts)) + max_tokens + 64
     with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder) / "job.json", Path(folder) / "result.json"
-        job.write_text(json.dumps({
-            "model": str(target), "speculative": speculative, "prompts": prompts, "max_tokens": max_tokens, "dtype": dtype,
-            "max_num_seqs": max_num_seqs, "max_model_len": longest,
-        }), encoding="utf-8")
-        run = subprocess.run([str(python), str(ENGINE), str(job), str(result)], cwd=folder, env=env, stdout=subprocess.PIPE,
+        asked, results = Path(folder) / "jobs.json", Path(folder) / "results.json"
+        asked.write_text(json.dumps(jobs), encoding="utf-8")
+        run = subprocess.run([str(python), str(ENGINE), str(asked), str(results)], cwd=folder, env=env, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
-        if run.returncode or not result.exists():
+        if run.returncode or not results.exists():
             raise EngineError(f"vLLM ended with {run.returncode}:\n" + "\n".join(run.stdout.splitlines()[-LOG_LINES:]))
-        found = json.loads(result.read_text(encoding="utf-8"))
-    counters = found["counters"]
-    return Served(found["tokens"], int(counters.get("drafts", 0)), int(counters.get("draft_tokens", 0)), int(counters.get("accepted_tokens", 0)),
-                  [int(n) for n in counters.get("accepted_tokens_per_pos", [])], found["seconds"])
+        return [_served(found) for found in json.loads(results.read_text(encoding="utf-8"))]
+
+
+def _served(found: dict[str, Any]) -> Served | EngineError:
+    if "error" in found:
+        return EngineError(found["error"])
+    c = found["counters"]
+    drafts, drafted, accepted = (sum(c.get(name, [0])) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    return Served(found["tokens"], drafts, drafted, accepted, c.get("accepted_tokens_per_pos", []), found["seconds"])
 
 
 def agree(
@@ -114,8 +117,10 @@ def agree(
     if method is None or target is None:
         return found
     prompts = render_prompts(load_target(checkpoint.recipe.target), read_conversations(checkpoint.recipe.eval)[0], max_new_tokens)
-    served = serve(target, [list(p.ids) for p in prompts], max_tokens=max_new_tokens,
-                   speculative={"method": method, "model": str(ckpt), "num_speculative_tokens": gamma, **(extra or {})})
+    speculative = {"method": method, "model": str(ckpt), "num_speculative_tokens": gamma, **(extra or {})}
+    [served] = serve([job(target, [list(p.ids) for p in prompts], max_tokens=max_new_tokens, speculative=speculative)])
+    if isinstance(served, EngineError):
+        raise served
     same = sum(texts[p.id] == tokens for p, tokens in zip(prompts, served.tokens, strict=True))
     return found | {"vllm_acceptance_length": served.tau, "difference": served.tau / ours["tau_untrimmed"] - 1, "vllm_per_position": served.rates,
                     "same_texts": same, "vllm_seconds": served.seconds}

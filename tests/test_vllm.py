@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -42,7 +43,8 @@ heads = pytest.importorskip("heads", reason="benchmarks/heads.py")
 judge = pytest.importorskip("judge", reason="benchmarks/judge.py")
 
 pytestmark = pytest.mark.vllm
-GAMMA, FITTED, SERVED = 3, 40, 24
+GAMMA, FITTED = 3, 40
+SERVED = 1 + 6 * (GAMMA + 1)  # whole rounds: no draft is cut at the end
 REDUCED = {"draft_vocab_size": 320}
 PROMPTS = [[(31 * i + 7 * j) % 500 + 4 for j in range(9 + 4 * i)] for i in range(4)]
 WIDE = {"intermediate_size": 1024}  # as many unknowns per output as there are drafts to fit, and more
@@ -54,12 +56,6 @@ def target(tmp_path_factory):
     folder = tiny.save(tmp_path_factory.mktemp("target"), hidden_size=256, intermediate_size=256, num_hidden_layers=8, num_attention_heads=8,
                        num_key_value_heads=4, head_dim=32, vocab_size=512, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     return Target.load(str(folder), dtype="float32", device="cpu", packed=False), folder
-
-
-@pytest.fixture(scope="module")
-def plain(target):
-    """What vLLM writes without a draft."""
-    return judge.serve(target[1], PROMPTS, max_tokens=SERVED, threads=1).tokens
 
 
 def rows_of(target: Target, taps) -> list[Row]:
@@ -96,8 +92,9 @@ def interpolate(head, target: Target, steps: int) -> None:
     # The state wanted at (slot, step): the target's own final state there, whose largest logit is the label, seen through the head's norm.
     final_SD = aligned.final_BTD.flatten(0, 1)
     wanted = [final_SD[aligned.teacher_index_BTJ[..., j]] for j in range(steps)]
-    if hasattr(head, "norm"):
-        wanted = [w / head.norm.weight for w in wanted]
+    if hasattr(head, "norm"):  # which forgets the scale: as large as the states of step 0, or their residual would drown it
+        scale = head.fuse(aligned.batch.features_BTF).square().mean().sqrt() if hasattr(head, "fuse") else 1.0
+        wanted = [w * scale / head.norm.weight for w in wanted]
     last = list(head.layers.values())[-1] if isinstance(head, PEagle) else head.midlayer if hasattr(head, "midlayer") else head.layers[-1]
     inputs, outputs = calls(head, last, aligned.batch, steps, wanted)
     last.mlp.down_proj.weight.copy_(solved(inputs, outputs))
@@ -140,12 +137,10 @@ def calls(head, last, batch, steps, wanted):
 
 
 def solved(inputs_MI: torch.Tensor, outputs_MO: torch.Tensor) -> torch.Tensor:
-    """The weight [O, I] of least norm that maps the inputs to the outputs exactly."""
+    """The weight [O, I] of least norm that maps the inputs to the outputs."""
     assert inputs_MI.shape[0] <= inputs_MI.shape[1], "more drafts than unknowns"
-    weight = torch.linalg.lstsq(inputs_MI.double(), outputs_MO.double(), driver="gelsd").solution.T
-    residual = (inputs_MI.double() @ weight.T - outputs_MO).abs().max()
-    assert residual < 1e-6 * outputs_MO.abs().max(), float(residual)
-    return weight.float()
+    # Directions in which the inputs hardly differ are left out: exact there would mean large weights, which make float32's rounding count.
+    return torch.linalg.lstsq(inputs_MI.double(), outputs_MO.double(), rcond=1e-4, driver="gelsd").solution.T.float()
 
 
 def fitted(target: Target, section: dict, seed: int = 1):
@@ -180,7 +175,6 @@ SECTIONS = {
     "medusa": ({"type": "medusa", "medusa_num_heads": GAMMA}, "medusa", "vllm", {}),
     "medusa two blocks": ({"type": "medusa", "medusa_num_heads": GAMMA, "medusa_num_layers": 2}, "medusa", "vllm", {}),
     "medusa, official names": ({"type": "medusa", "medusa_num_heads": GAMMA}, "medusa", "medusa", {}),
-    "medusa, reduced vocabulary": ({"type": "medusa", "medusa_num_heads": GAMMA, **REDUCED}, "medusa", "vllm", {}),
     "eagle": ({"type": "eagle", **WIDE}, "eagle", "vllm", {}),
     "eagle3": ({"type": "eagle3", "fc_norm": False, "norm_output": False, **WIDE}, "eagle3", "vllm", {}),
     "eagle3, reduced vocabulary": ({"type": "eagle3", "fc_norm": False, "norm_output": False, **REDUCED, **WIDE}, "eagle3", "vllm", {}),
@@ -188,36 +182,60 @@ SECTIONS = {
     "eagle3.1, speculators": ({"type": "eagle3", **REDUCED, **WIDE}, "eagle3", "speculators", {}),
     "eagle3.1, other taps": ({"type": "eagle3", "taps": [1, 3, 6], **WIDE}, "eagle3", "vllm", {}),
     "peagle": ({"type": "peagle", "num_layers": 2, "depths": GAMMA, **REDUCED, **WIDE}, "eagle3", "vllm", {"parallel_drafting": True}),
+    "dflash, one layer": ({"type": "dflash", "num_layers": 1, "block_size": GAMMA + 1, **WIDE}, "dflash", "vllm", {}),
     "dflash": ({"type": "dflash", "num_layers": 2, "block_size": GAMMA + 1, **WIDE}, "dflash", "vllm", {}),
     "dflash, reduced vocabulary": ({"type": "dflash", "num_layers": 2, "block_size": GAMMA + 1, **REDUCED, **WIDE}, "dflash", "vllm", {}),
-    "dspark": ({"type": "dspark", "num_layers": 2, "block_size": GAMMA, "markov_rank": 8, **WIDE}, "dspark", "vllm", {}),
 }
 
 
+# What we write behind an export's back: the engine reads another function than ours.
+ALTERED = {"feedback not normed": {"norm_output": False}, "another tap": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+
+
+@pytest.fixture(scope="module")
+def served(target, tmp_path_factory):
+    """{name: what vLLM made of it, "": without a draft}. One process for all: starting it takes longest."""
+    loaded, folder = target
+    jobs = {"": judge.job(folder, PROMPTS, max_tokens=SERVED)}
+
+    def add(name, export, method, extra):
+        speculative = {"method": method, "model": str(export), "num_speculative_tokens": GAMMA, **extra}
+        jobs[name] = judge.job(folder, PROMPTS, max_tokens=SERVED, speculative=speculative)
+
+    for name, (section, method, layout, extra) in SECTIONS.items():
+        head = fitted(loaded, section)
+        assert ours(loaded, head) == GAMMA + 1, name
+        export = exported(head, loaded, tmp_path_factory.mktemp("head"), layout)
+        add(name, export, method, extra)
+        if name == "eagle3.1":
+            for change, values in ALTERED.items():
+                other = tmp_path_factory.mktemp("altered") / "export"
+                shutil.copytree(export, other)
+                config = json.loads((other / "config.json").read_text())
+                (other / "config.json").write_text(json.dumps(config | values))
+                add(change, other, method, extra)
+    return dict(zip(jobs, judge.serve(list(jobs.values()), threads=1), strict=True))
+
+
+def result(served, name):
+    if isinstance(served[name], Exception):
+        raise served[name]
+    return served[name]
+
+
 @pytest.mark.parametrize("name", SECTIONS)
-def test_an_interpolating_head_is_accepted_whole_by_the_engine(name, target, plain, tmp_path):
-    section, method, layout, extra = SECTIONS[name]
-    loaded, folder = target
-    head = fitted(loaded, section)
-    assert ours(loaded, head) == GAMMA + 1
-    export = exported(head, loaded, tmp_path, layout)
-    served = judge.serve(folder, PROMPTS, max_tokens=SERVED, threads=1,
-                         speculative={"method": method, "model": str(export), "num_speculative_tokens": GAMMA, **extra})
-    assert served.tokens == plain
-    assert served.tau == GAMMA + 1, served
+def test_an_interpolating_head_is_accepted_whole_by_the_engine(name, served):
+    found = result(served, name)
+    assert found.tokens == result(served, "").tokens
+    assert found.tau == GAMMA + 1, found
 
 
-@pytest.mark.parametrize(("key", "value"), [("norm_output", False), ("eagle_aux_hidden_state_layer_ids", [1, 3, 4])])
-def test_a_folder_altered_behind_our_back_is_accepted_less(key, value, target, plain, tmp_path):
-    """The mutant: what the test above proves is seen by the engine's acceptance, and not by its text."""
-    loaded, folder = target
-    export = exported(fitted(loaded, SECTIONS["eagle3.1"][0]), loaded, tmp_path)
-    config = json.loads((export / "config.json").read_text())
-    (export / "config.json").write_text(json.dumps(config | {key: value}))
-    served = judge.serve(folder, PROMPTS, max_tokens=SERVED, threads=1,
-                         speculative={"method": "eagle3", "model": str(export), "num_speculative_tokens": GAMMA})
-    assert served.tokens == plain
-    assert served.tau < GAMMA
+@pytest.mark.parametrize("name", ALTERED)
+def test_a_folder_altered_behind_our_back_is_accepted_less(name, served):
+    """The mutants: what the test above proves is seen by the engine's acceptance, and not by its text."""
+    found = result(served, name)
+    assert found.tokens == result(served, "").tokens
+    assert found.tau < GAMMA
 
 
 # ---- trained heads

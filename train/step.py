@@ -48,8 +48,10 @@ class Chunk:
     rows_J: list[Tensor | None]
 
     def to(self, device: torch.device) -> Chunk:
-        moved = (x.to(device, non_blocking=True) for x in (self.teacher_C, self.labels_C, self.slots_JC, self.weights_JC))
-        return Chunk(*moved, [None if x is None else x.to(device, non_blocking=True) for x in self.rows_J])
+        teacher_C, labels_C, slots_JC, weights_JC = (x.to(device, non_blocking=True) for x in (self.teacher_C, self.labels_C, self.slots_JC,
+                                                                                               self.weights_JC))
+        rows_J = [None if x is None else x.to(device, non_blocking=True) for x in self.rows_J]
+        return Chunk(teacher_C, labels_C, slots_JC, weights_JC, rows_J)
 
     @classmethod
     def of(cls, teacher_C: Tensor, labels_C: Tensor, slots_JC: Tensor, weights_JC: Tensor, none: int) -> Chunk:
