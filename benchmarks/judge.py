@@ -57,7 +57,9 @@ def engine_python() -> Path:
     return python
 
 
-def job(target: Path, prompts: list[list[int]], *, speculative: dict[str, Any] | None = None, max_tokens: int, dtype: str = "float32") -> dict[str, Any]:
+def job(
+    target: Path, prompts: list[list[int]], *, speculative: dict[str, Any] | None = None, max_tokens: int, dtype: str = "float32",
+) -> dict[str, Any]:
     """Greedy, end tokens ignored. target: a transformers folder; speculative: vLLM's speculative_config."""
     return {"model": str(target), "speculative": speculative, "prompts": prompts, "max_tokens": max_tokens, "dtype": dtype,
             "max_num_seqs": BATCH, "max_model_len": max(map(len, prompts)) + max_tokens + 64}

@@ -2,8 +2,8 @@
 
     .venv-vllm/bin/python benchmarks/vllm_engine.py JOBS.json RESULTS.json
 
-JOBS: [{"model", "speculative": {…} or null, "prompts": [[ids]], "max_tokens", "dtype", "max_num_seqs", "max_model_len"}, …], one engine after the other;
-judge.py writes it. RESULTS: [{"tokens", "counters", "seconds"} or {"error"}, …]
+JOBS: [{"model", "speculative": {…} or null, "prompts": [[ids]], "max_tokens", "dtype", "max_num_seqs", "max_model_len"}, …], one engine after the
+other; judge.py writes it. RESULTS: [{"tokens", "counters", "seconds"} or {"error"}, …]
 """
 
 import gc

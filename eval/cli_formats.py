@@ -18,10 +18,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def export_head(
     ckpt: CkptOption,
-    to: Annotated[str, typer.Option("--to", help="vllm, sglang, trtllm, speculators, eagle, medusa; medusa_pt: the same as a pickle.")],
+    to: Annotated[str | None, typer.Option("--to", help="vllm, sglang, trtllm, speculators, eagle, medusa; medusa_pt: the same as a "
+                                                        "pickle.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: export/LAYOUT of the run, or beside the checkpoint.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as in the checkpoint.")] = None,
     target: Annotated[str | None, typer.Option(help="The target, where the place that the checkpoint names is no longer right.")] = None,
+    target_out: Annotated[Path | None, typer.Option("--target-out", help="Also (without --to: only) write the target, as an ordinary transformers "
+                                                                         "folder; tuned, where the head was trained with train.lora.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a head as an engine loads it, unmodified; read it again as the engine would and compare its logits before anything is kept.
@@ -30,34 +33,55 @@ def export_head(
 
         specdec export --ckpt runs/llama8b --to sglang --dtype bfloat16 --out exports/llama8b-sglang
 
+        specdec export --ckpt runs/smollm2-135m-medusa2 --to vllm --target-out exports/smollm2-135m-tuned
+
         specdec-eval --ckpt exports/llama8b-sglang
 
     The folder holds config.json, the weights (with the rows of the target's lm_head where an engine needs them), draftheads.json and a README with
     the engine's command. It names no path of this machine. What the engine cannot express is an error that says what to do instead.
 
-    Of the target only the embedding and the lm_head are read, where its files let them be read alone.
+    Of the target only the embedding and the lm_head are read, where its files let them be read alone. A head that was trained with train.lora wants
+    the tuned target: --target-out writes it.
     """
-    layout_name(to, "--to")
+    if to is None and target_out is None:
+        raise RecipeError("nothing to write: say --to LAYOUT for the head, --target-out DIR for the target, or both")
+    if to is None and out is not None:
+        raise RecipeError("--out is where the head goes, and without --to LAYOUT none is written; the target goes to --target-out")
+    if to is not None:
+        layout_name(to, "--to")
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError(f"--dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
     folder = find_folder(ckpt.expanduser())
     from draftheads.eval.run import silence
     from draftheads.eval.subject import load_target, open_checkpoint
-    from draftheads.heads.formats.transfer import Tables
+    from draftheads.heads.formats.transfer import Tables, public_name
     from draftheads.heads.formats.transfer import export_head as export
+    from draftheads.inference.saving import check_target_place, save_target
     from draftheads.inference.tables import read_tables
 
     silence()
     checkpoint = open_checkpoint(ckpt, [] if target is None else [f"target.name={json.dumps(here(target))}"])
-    section = checkpoint.recipe.target
-    found = read_tables(section.name, revision=section.revision, dtype=section.dtype, trust_remote_code=section.trust_remote_code,
-                        geometry=section.geometry)
-    if found is None:
-        loaded = load_target(section, device="cpu")
-        found = loaded.embed_VD, loaded.lm_head_VD, loaded.geometry
-    goal = out or (checkpoint.run / "export" / to if checkpoint.run is not None else folder.with_name(f"{folder.name}-{to}"))
-    report = export(folder, to, goal.expanduser(), Tables(found[0], found[1]), dtype=dtype, geometry=found[2])
-    _say(report.as_json(), as_json, f"wrote {goal}: {report.tensors} tensors, logits as the checkpoint's (difference {report.difference:.0e})")
+    report, lines, section, loaded = {}, [], checkpoint.recipe.target, None
+    if target_out is not None:
+        check_target_place(target_out := target_out.expanduser())
+        asked = section if dtype is None else section.model_copy(update={"dtype": dtype})
+        loaded = load_target(asked, checkpoint.adapter, device="cpu", packed=False)
+    if to is not None:
+        found = None if loaded is not None else read_tables(section.name, revision=section.revision, dtype=section.dtype,
+                                                            trust_remote_code=section.trust_remote_code, geometry=section.geometry)
+        if found is None:
+            loaded = loaded or load_target(section, checkpoint.adapter, device="cpu")
+            found = loaded.embed_VD, loaded.lm_head_VD, loaded.geometry
+        goal = out or (checkpoint.run / "export" / to if checkpoint.run is not None else folder.with_name(f"{folder.name}-{to}"))
+        made = export(folder, to, goal.expanduser(), Tables(found[0], found[1]), dtype=dtype, geometry=found[2])
+        report = made.as_json()
+        lines.append(f"wrote {goal}: {made.tensors} tensors, logits as the checkpoint's (difference {made.difference:.0e})")
+    if target_out is not None and loaded is not None:
+        save_target(loaded.model, loaded.tokenizer, target_out, target=public_name(loaded.name), adapter=loaded.adapter)
+        report["target_folder"] = str(target_out)
+        lines.append(f"wrote {target_out}: the target, {'tuned' if loaded.adapter is not None else 'as it is'}, "
+                     f"{str(loaded.dtype).removeprefix('torch.')}")
+    _say({"notes": []} | report, as_json, "\n".join(lines))
 
 
 def import_head(

@@ -128,6 +128,8 @@ def _memory(recipe: Recipe, g: Geometry, sizes: dict[str, int], taps: int, width
     activations = tokens * steps * (12 * g.hidden_size + 4 * g.intermediate_size) * 4 + tokens * (taps + 1) * g.hidden_size * 4 * 2
     chunk = train.loss_chunk * (2 * sizes["draft_vocab"]) * 4 * 3
     training = sizes["head_trained"] * 4 * 4 + borrowed + activations + chunk + (weights if data.features == "online" else 0)
+    if train.lora is not None:  # the target, what its backward pass needs of every layer, and two full-vocabulary chunks with their gradients
+        training += weights + tokens * g.num_layers * (8 * g.hidden_size + 4 * g.intermediate_size) * 4 + train.loss_chunk * g.vocab_size * 4 * 4
     return _gib({"distill": distilling, "train": training})
 
 
@@ -144,7 +146,9 @@ def _hours(
     # Forward and backward of head and draft logits at every unroll step, and the teacher's logits once.
     per_token = steps * 6 * (sizes["head_trained"] + sizes["draft_vocab"] * g.hidden_size / 3 * 2) + 2 * sizes["draft_vocab"] * g.hidden_size
     online = 2 * body if recipe.data.features == "online" else 0
-    training = tokens["trained"] * (per_token + online) / flops / processes
+    # A tuned target: its forward, its backward (for the states, not for its own weights), and the original's and its own logits.
+    lora = 4 * body + 6 * g.vocab_size * g.hidden_size if recipe.train.lora is not None else 0
+    training = tokens["trained"] * (per_token + online + lora) / flops / processes
     evaluated = (recipe.eval.per_category or 20) * 7 * recipe.eval.max_new_tokens
     one = max(sizes["target"] * width / reading, 2 * body / flops)
     evaluating = evaluated * one * (len(recipe.eval.drafters) + recipe.eval.transformers_fraction * 1.5 + 0.5)

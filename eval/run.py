@@ -22,6 +22,7 @@ from draftheads.eval import subject
 from draftheads.eval.blocks import difference, plan_blocks, run_blocks
 from draftheads.eval.calibrate import calibration_prompts, choose_costs, training_prompts
 from draftheads.eval.cost_model import Costs
+from draftheads.eval.drift import measure_drift
 from draftheads.eval.progress import Progress
 from draftheads.eval.provenance import provenance_of, settings_of
 from draftheads.eval.records import Block, Journal, timed_from_json, timed_to_json
@@ -62,7 +63,7 @@ def evaluate(
     with locked(folder / ".eval.lock", f"evaluating into {folder}", "give this evaluation another folder: --out DIR"):
         with Progress(quiet=quiet) as progress:
             progress.stage(f"loading {checkpoint.recipe.target.name} and {checkpoint.name}", 1, "models")
-            target = subject.load_target(checkpoint.recipe.target, device=device)
+            target = subject.load_target(checkpoint.recipe.target, checkpoint.adapter, device=device)
             room = section.max_new_tokens + SPARE
             prompts = subject.render_prompts(target, chosen, room)
             calibration = calibration_prompts(target, others, checkpoint, prompts, room)
@@ -108,6 +109,7 @@ def _gather(work: Evaluation, journal: Journal) -> Evidence:
         {"temperature": section.temperature, "batch_size": section.batch_size, "device": work.target.device.type, "dtype": work.dtype},
         untimed, differences, Costs.from_json(costs["costs"]) if costs["costs"] else None, costs["gamma_chosen"], costs["predicted"], costs["table"],
         _expected(work, journal), section.bootstrap, section.seed, lossy, drafting, _rounds_ran(work, journal),
+        measure_drift(work, journal, list(blocks.values())),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from draftheads.data.conversations import Conversation, read_prompts
 from draftheads.data.template import encode, render
-from draftheads.heads.checkpoint import HeadMeta, read_meta, run_folder, stored_recipe
+from draftheads.heads.checkpoint import Adapter, HeadMeta, adapter_of, read_meta, run_folder, stored_recipe
 from draftheads.inference.checkpoints import find_folder
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.drafters.choose import choose
@@ -43,6 +43,10 @@ class Checkpoint:
     @property
     def name(self) -> str:
         return self.run.name if self.run is not None else self.folder.name
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return adapter_of(self.folder, self.meta)
 
     def hashes(self) -> dict[str, str]:
         return {p.name: sha256_file(p)[:16] for p in sorted(self.folder.iterdir()) if p.is_file()}
@@ -136,10 +140,11 @@ def request(prompt: Prompt, seed: int) -> Request:
 # ---- target and drafters
 
 
-def load_target(section: TargetSection, *, device: str | None = None) -> Target:
+def load_target(section: TargetSection, adapter: Adapter | None = None, *, device: str | None = None, packed: bool | str = "auto") -> Target:
+    """adapter: the checkpoint's, without which its target is not the one that the head was trained for."""
     return Target.load(
         section.name, revision=section.revision, dtype=section.dtype, device=device, trust_remote_code=section.trust_remote_code,
-        chat_template=section.chat_template, geometry=section.geometry,
+        chat_template=section.chat_template, geometry=section.geometry, adapter=adapter, packed=packed,
     )
 
 

@@ -38,7 +38,8 @@ LOSSY_RULE = " Accepted was by a lossy rule, which is exact at temperature 0 onl
 @dataclass
 class Evidence:
     """Everything a report is made of. untimed: completions at tau_gamma per drafter; untimed_differences: between these and none's.
-    gamma: {drafter: {source: γ}} of the timed runs. lossy, drafting: as in the report's schema. rounds_ran: CUDA graphs, or eagerly and why."""
+    gamma: {drafter: {source: γ}} of the timed runs. lossy, drafting, tuned: as in the report's schema.
+    rounds_ran: CUDA graphs, or eagerly and why."""
 
     blocks: list[Block]
     drafters: list[str]
@@ -57,6 +58,7 @@ class Evidence:
     lossy: dict[str, Any] | None = None
     drafting: dict[str, Any] = field(default_factory=dict)
     rounds_ran: str = ""
+    tuned: dict[str, Any] | None = None
 
     @property
     def under_test(self) -> str:
@@ -81,7 +83,7 @@ def build_report(
     report = {
         "schema_version": SCHEMA_VERSION, "kind": "draftheads-eval", "ok": not problems, "problems": problems, "verdict": "", "drafter": tested,
         "lossy": evidence.lossy, "drafting": {"tree": None, "grown_by": [], "copy_first": "ngram", "draft_model": None} | evidence.drafting,
-        "summary": summary, "by_category": by_drafter[tested]["by_category"], "by_drafter": by_drafter,
+        "tuned": evidence.tuned, "summary": summary, "by_category": by_drafter[tested]["by_category"], "by_drafter": by_drafter,
         "at_tau_gamma": _at_tau_gamma(evidence), "expected": _expected(evidence), "cost_model": _cost_model(evidence, by_drafter),
         "advice": advice, "losslessness": losslessness, "trace": trace or [], "definitions": definitions(), "settings": settings,
         "provenance": provenance,

@@ -11,6 +11,7 @@ import torch
 
 from draftheads.eval import subject
 from draftheads.eval.report.tables import figure
+from draftheads.heads.checkpoint import adapter_of, read_meta
 from draftheads.inference import metrics
 from draftheads.inference.api import SpeculativeDecoder, encode
 from draftheads.inference.drafters.base import Drafter
@@ -45,7 +46,7 @@ def talk(recipe: Recipe, folder: Path | None, ask: Ask, *, device: str | None, s
         raise RecipeError("the prompt is empty")
     check(ask.sampling)
     check_draft(named_draft(folder, ask), ask.copy_first)
-    target = subject.load_target(recipe.target, device=device)
+    target = subject.load_target(recipe.target, None if folder is None else adapter_of(folder, read_meta(folder)), device=device)
     # A drafter made here, not a name for the decoder to choose by: how it copies, and whether a head drafts in int8, is what the recipe says, as in
     # specdec-eval. The library knows no recipe.
     drafter = load_drafter(recipe, folder, target, ask)

@@ -43,7 +43,7 @@ def search_tree(checkpoint: Checkpoint, *, nodes: int | None, depth: int, ranks:
     chosen, others, _ = subject.read_conversations(section)
     with Progress(quiet=quiet) as progress:
         progress.stage(f"loading {checkpoint.recipe.target.name} and {checkpoint.name}", 1, "models")
-        target = subject.load_target(checkpoint.recipe.target, device=device)
+        target = subject.load_target(checkpoint.recipe.target, checkpoint.adapter, device=device)
         drafter = choose(checkpoint.folder if draft == "head" else draft, target, int8=subject.int8(section, target))
         room = section.max_new_tokens + SPARE
         found = calibration_prompts(target, others, checkpoint, subject.render_prompts(target, chosen, room), room, prompts)

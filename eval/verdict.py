@@ -60,7 +60,8 @@ def _lossless_sentence(report: Mapping[str, Any]) -> str:
     if counts is None:
         return ""
     ties = f", {counts[TIE]} differ at a numerical tie" if counts[TIE] else ""
-    return f" The output is the target's own: {counts[IDENTICAL]} of {sum(counts.values())} answers are identical token for token{ties}."
+    whose = "tuned target" if report["tuned"] else "target"
+    return f" The output is the {whose}'s own: {counts[IDENTICAL]} of {sum(counts.values())} answers are identical token for token{ties}."
 
 
 def number(value: float | None, digits: int = 2) -> str:

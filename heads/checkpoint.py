@@ -5,6 +5,9 @@ Loading compares all of it: a mismatch is an error, never a low acceptance. conf
 Borrowed weights are not in the file: the target's embedding never, the lm_head only when the head trained its own
 (`freeze_lm_head: false`); exports fill them in.
 
+A head that was trained together with its target (train.lora) has the target's adapter beside it, adapter/ in peft's own files; draftheads.json holds
+their sha256. Whoever loads the target merges it (inference/adapter.py): the head is one of the tuned target.
+
 load_head also opens what `specdec export` wrote (draftheads.json names its layout), and folders of other tools, which have no draftheads.json:
 heads/formats/ reads both.
 """
@@ -13,6 +16,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from draftheads.recipes.schema import Geometry, RecipeError, read_yaml, validate
 
 FORMAT = 1
 META, WEIGHTS, CONFIG = "draftheads.json", "model.safetensors", "config.json"
+ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter", "adapter_config.json", "adapter_model.safetensors"
 
 
 class HeadMeta(BaseModel):
@@ -54,10 +60,24 @@ class HeadMeta(BaseModel):
     weights_hash: str | None = Field(None, description="sha256 of the file with the weights")
     layout: str | None = Field(None, description="of an exported folder: which of heads/formats/; None: ours")
     own: dict[str, Any] = Field(default_factory=dict, description="values of the geometry that the head has otherwise than its target")
+    adapter: dict[str, str] | None = Field(None, description="the target was tuned with the head: sha256 of the files in adapter/")
 
 
-def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -> None:
-    """Write the folder atomically. The same weights and meta give the same bytes."""
+@dataclass(frozen=True)
+class Adapter:
+    """What a head's target was tuned by: the folder, and the sha256 that its files have to have. Two with the same sha256 are the same."""
+
+    folder: Path = field(compare=False)
+    files: dict[str, str]
+
+
+def adapter_of(folder: str | os.PathLike[str], meta: HeadMeta) -> Adapter | None:
+    """The adapter of a checkpoint's target; None: the head is for the target as it was published. Reads nothing."""
+    return None if meta.adapter is None else Adapter(existing_folder(folder) / ADAPTER, meta.adapter)
+
+
+def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta, adapter: Callable[[Path], None] | None = None) -> None:
+    """Write the folder atomically. The same weights and meta give the same bytes. adapter: writes the target's adapter into a folder."""
     weights = {name: t.detach().cpu().contiguous() for name, t in head.state_dict().items()}
     meta = meta.model_copy(
         update={
@@ -69,6 +89,10 @@ def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta) -
         save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
         (part / WEIGHTS).chmod(0o644)  # safetensors makes it private
         meta = meta.model_copy(update={"weights_hash": sha256_file(part / WEIGHTS)})
+        if adapter is not None:
+            (part / ADAPTER).mkdir()
+            adapter(part / ADAPTER)
+            meta = meta.model_copy(update={"adapter": {p.name: sha256_file(p) for p in sorted((part / ADAPTER).iterdir())}})
         (part / CONFIG).write_text(_json(head.engine_config()))
         (part / META).write_text(_json(meta.model_dump(mode="json")))
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftheads.heads.checkpoint import HeadMeta, read_meta, stored_recipe
+from draftheads.heads.checkpoint import HeadMeta, adapter_of, read_meta, stored_recipe
 from draftheads.inference.checkpoints import find_folder
 from draftheads.inference.decode import complete, decode
 from draftheads.inference.drafters.base import Plan
@@ -59,7 +59,8 @@ class SpeculativeDecoder:
         folder = find_folder(Path(folder).expanduser())
         if target is None:
             meta = read_meta(folder)
-            target = Target.load(meta.target, revision=meta.revision, geometry=meta.geometry, chat_template=_template(folder, meta, chat_template))
+            target = Target.load(meta.target, revision=meta.revision, geometry=meta.geometry, chat_template=_template(folder, meta, chat_template),
+                                 adapter=adapter_of(folder, meta))
         return cls(target, folder, copy_first=copy_first, gamma=gamma, tree=tree)
 
     def complete(self, prompts: Sequence[Prompt], sampling: Sampling | None = None, limits: Limits | None = None, *, seed: int = 0,

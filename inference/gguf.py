@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from draftheads.inference.saving import write_target
 from draftheads.recipes.files import atomic_folder, recover_folder, sha256_file, write_json
 from draftheads.recipes.schema import RecipeError
 
@@ -80,15 +81,7 @@ def _convert(gguf: Path, goal: Path, name: str) -> None:
             loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         except Exception as error:  # whatever the reader meets in a file that is not what it says
             raise RecipeError(f"cannot read the GGUF file {gguf}: {one_line(error)}") from error
-        # transformers refuses to save a model that it believes quantised, so the weights move to a fresh one.
-        config = type(loaded.config).from_dict({k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.load_state_dict(loaded.state_dict(), assign=True)
-        model.tie_weights()
-        model.generation_config = loaded.generation_config
-        model.save_pretrained(goal)
-        tokenizer.save_pretrained(goal)
+        write_target(loaded, tokenizer, goal)
     stamp(goal, gguf)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from draftheads.heads.tree import DraftTree
 from draftheads.inference import sources
+from draftheads.inference.adapter import tune
 from draftheads.inference.decode import decode
 from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.drafters.none import NoDrafter
@@ -82,8 +83,10 @@ def plain_model(target: Target, *, trust_remote_code: bool = False) -> Any:
     ones (a repetition penalty would make another model of it)."""
     from transformers import GenerationConfig
 
-    model, _, _ = sources.load(sources.locate(target.name, target.revision), target.dtype, target.device, trust_remote_code, None)
+    source = sources.locate(target.name, target.revision)
+    model, _, _ = sources.load(source, target.dtype, target.device, trust_remote_code, None)
     model.requires_grad_(False)
+    tune(model, source, target.adapter)
     model.generation_config = GenerationConfig()
     return model
 

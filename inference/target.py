@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftheads.heads.checkpoint import Adapter
 from draftheads.heads.tree import DraftTree
 from draftheads.inference import attention, sources
+from draftheads.inference.adapter import tune
 from draftheads.inference.cache import SlotCache
 from draftheads.inference.graphs import Graphs
 from draftheads.inference.packed import can_pack, pack_linears
@@ -32,11 +34,14 @@ class Target:
     embed_VD, lm_head_VD: the original (unpacked) weights; lm_head's rows may exceed the tokenizer's ids.
     finish_logits: what the family does after lm_head (softcap, scale), elementwise: for callers that need only some of its rows.
     attention: the implementation that its forwards select, None for the model's own; window: of its sliding layers, or None.
-    graphs: its captured steps (CUDA only). eos_ids: every id that ends an answer. template_hash: of chat template and special tokens, 16 hex digits.
+    adapter: what was merged into its weights, None for a model as published; a head and its target have the same.
+    decoder, layers: transformers' modules. graphs: its captured steps (CUDA only). eos_ids: every id that ends an answer.
+    template_hash: of chat template and special tokens, 16 hex digits.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None, packed: bool) -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None, packed: bool, adapter: Adapter | None = None) -> None:
         self.model = model.eval()
+        self.adapter = adapter
         self.tokenizer = tokenizer
         self.name, self.revision = name, revision
         self.config = model.config.get_text_config(decoder=True)
@@ -76,11 +81,13 @@ class Target:
         chat_template: str | None = None,
         geometry: Geometry | None = None,
         packed: bool | str = "auto",
+        adapter: Adapter | None = None,
     ) -> Target:
         """A named target ("smollm2-135m"), Hub id, folder or .gguf file. RecipeError, one line naming the cure, when that fails.
 
         dtype "auto": bfloat16 on CUDA, float32 on a CPU. packed "auto": packed weights for float32 on a CPU. geometry: the recipe's; a target
-        that differs is an error. chat_template: path of a jinja file, for a tokenizer without one.
+        that differs is an error. chat_template: path of a jinja file, for a tokenizer without one. adapter: merged into the weights
+        (heads.checkpoint.adapter_of); a folder of `specdec export --target-out` has its own merged already.
         """
         where = _device(device)
         kind = getattr(torch, dtype) if dtype != "auto" else torch.bfloat16 if where.type == "cuda" else torch.float32
@@ -88,8 +95,9 @@ class Target:
         model, tokenizer, revision = sources.load(source, kind, where, trust_remote_code, geometry)
         sources.set_chat_template(tokenizer, chat_template)
         model.requires_grad_(False)
+        merged = tune(model, source, adapter)
         pack = where.type == "cpu" and kind == torch.float32 and can_pack() if packed == "auto" else bool(packed)
-        return cls(model, tokenizer, name, revision, pack)
+        return cls(model, tokenizer, name, revision, pack, merged)
 
     @classmethod
     def from_model(cls, model: Any, tokenizer: Any, *, name: str = "in-memory", packed: bool = False, chat_template: str | None = None) -> Target:
@@ -97,6 +105,10 @@ class Target:
         if chat_template is not None:
             sources.set_chat_template(tokenizer, chat_template)
         return cls(model, tokenizer, name, None, packed)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self._layers
 
     def _pack(self) -> None:
         probe_1T = torch.arange(4, device=self.device)[None] % self.lm_head_VD.shape[0]

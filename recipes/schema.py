@@ -86,6 +86,22 @@ class UnrollStage(Section):
 LOSSES = Literal["soft_ce", "ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "topk", "smooth_l1", "confidence"]
 
 
+class LoraSection(Section):
+    """Medusa-2 (arXiv 2401.10774 §2.2.2 and §2.3.2): a LoRA adapter on the target (arXiv 2106.09685), trained with the head, which reads the adapted
+    target's states. loss = head_weight · the head's loss + KL(target without the adapter ‖ with it), in nats a token, over the whole vocabulary,
+    where train.supervise lets the head learn. What is decoded with such a head is the tuned target."""
+
+    rank: int = Field(32, ge=1)
+    alpha: float = Field(16.0, gt=0, description="the adapter's product is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapter's input. The paper has 0.05; above 0 the result depends on the number of "
+                                                        "processes and on micro_batch_tokens (resuming stays exact)")
+    target_modules: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="names of linear layers, as peft takes them; None: all of the decoder's. Never lm_head, which the head borrows")
+    lr: float | None = Field(None, ge=0, description="the adapter's peak rate (AdamW), on the same schedule; None: train.lr / 4")
+    head_weight: float = Field(0.2, gt=0, description="of the head's loss, beside the KL's 1")
+    head_warmup: float = Field(0.0, ge=0, le=1, description="fraction of the steps in which head_weight rises from 0")
+
+
 class TrainSection(Section):
     epochs: float = Field(3.0, gt=0)
     steps: int | None = Field(None, ge=1, description="optimizer steps; overrides epochs")
@@ -117,12 +133,15 @@ class TrainSection(Section):
     log: list[Literal["jsonl", "tensorboard", "wandb"]] = ["jsonl"]
     log_every: int = Field(10, ge=1)
     seed: int = 0
+    lora: LoraSection | None = Field(None, description="tune the target along with the head; then lossless means: the tuned target's text")
 
     @model_validator(mode="after")
     def _stages(self) -> TrainSection:
         ends = [s.until for s in self.unroll]
         if not ends or ends != sorted(ends) or ends[-1] != 1.0:
             raise ValueError(f"train.unroll: 'until' must rise and end at 1.0, found {ends}")
+        if self.lora is not None and self.feature_noise:
+            raise ValueError("train.feature_noise is added to stored states, and with train.lora the head reads none: leave one of them out")
         return self
 
 

@@ -192,7 +192,7 @@ def test_configs_say_what_engines_ask_for(tmp_path):
     assert found["speculators_config"]["verifier"] == {"name_or_path": "org/model", "architectures": ["LlamaForCausalLM"]}
     export_head(checkpoint(tmp_path / "one", make_head("eagle")), "vllm", tmp_path / "e1", tables())
     found = json.loads((tmp_path / "e1" / "config.json").read_text())
-    assert (found["architectures"], found["bias"]) == (["LlamaForCausalLMEagle", "LlamaForCausalLM"], True)
+    assert (found["architectures"], found["bias"]) == (["LlamaForCausalLMEagle", "LlamaForCausalLM"], False)
     assert not load_file(tmp_path / "e1" / "model.safetensors")["fc.bias"].any()
     export_head(checkpoint(tmp_path / "m", make_head("medusa", medusa_num_heads=3)), "medusa", tmp_path / "md", tables())
     found = json.loads((tmp_path / "md" / "config.json").read_text())
@@ -310,7 +310,8 @@ MISTAKES = [
     ("vllm", tensors(lambda t: t.update(extra=torch.ones(2))), "unknown extra"),
     ("vllm", tensors(lambda t: t["norm.weight"].mul_(2)), "sha256"),
     ("sglang eagle", config(architectures=["LlamaForCausalLMEagle"]), "no LlamaForCausalLMEagle alone"),
-    ("sglang eagle", config(bias=False), "bias true"),
+    ("sglang eagle", config(bias=True), "write false"), ("vllm eagle", config(bias=True), "attention biases"),
+    ("eagle eagle", config(bias=False), "write true"),
     ("sglang eagle", tensors(lambda t: t.pop("fc.bias")), "missing one random"),
     ("vllm eagle", tensors(lambda t: t["fc.bias"].add_(1)), "vLLM drops it silently"),
 ]

@@ -39,6 +39,8 @@ class Aligned:
     final_BTD          float32, the target's post-norm states
     lse_BT             float32, log-sum-exp of the target's full-vocabulary logits
     kept_BTJ           bool, the slots that a head trains this time (DraftHead.thin); None: all. Losses and metrics look at these only
+    ids_BT             int64, x_t itself: what the target was fed (for train.lora, which feeds it again)
+    next_BT            bool, x_{t+1} is supervised, the first token of an answer included: where a tuned target is held to the original
     """
 
     batch: DraftBatch
@@ -48,6 +50,8 @@ class Aligned:
     final_BTD: Tensor
     lse_BT: Tensor
     kept_BTJ: Tensor | None = None
+    ids_BT: Tensor | None = None
+    next_BT: Tensor | None = None
 
     def to(self, device: torch.device) -> Aligned:
         moved: Aligned = _to(self, device)
@@ -95,6 +99,8 @@ def align(rows: Sequence[Row], *, steps: int, supervise: Supervise, max_len: int
         answers_BTJ=answers_BTJ,
         final_BTD=final_BTD,
         lse_BT=lse_BT,
+        ids_BT=ids_BX[:, :T].clone(),
+        next_BT=slots_T[None] + 1 < lengths_B[:, None] if supervise == "all" else flags_BX[:, 1 : T + 1].clone(),
     )
 
 
@@ -103,7 +109,8 @@ def nothing(steps: int, width: int, hidden: int) -> Aligned:
     none_BTJ = torch.zeros(0, 1, steps, dtype=torch.bool)
     tokens_BTJ, positions_BT = none_BTJ.long(), torch.zeros(0, 1, dtype=torch.int64)
     batch = DraftBatch(torch.zeros(0, 1, width), tokens_BTJ, positions_BT, positions_BT - 1, none_BTJ)
-    return Aligned(batch, tokens_BTJ, tokens_BTJ, none_BTJ, torch.zeros(0, 1, hidden), torch.zeros(0, 1))
+    return Aligned(batch, tokens_BTJ, tokens_BTJ, none_BTJ, torch.zeros(0, 1, hidden), torch.zeros(0, 1),
+                   ids_BT=positions_BT, next_BT=none_BTJ[..., 0])
 
 
 def produced_BTJ(flags_BX: Tensor, slots: int, steps: int) -> Tensor:

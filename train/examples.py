@@ -23,7 +23,8 @@ from draftheads.heads.vocab import build_draft_vocab
 from draftheads.inference.target import Target
 from draftheads.recipes.schema import RecipeError, TrainSection
 from draftheads.train.align import Aligned, align, loss_labels, nothing
-from draftheads.train.step import Chunk, chunks_of
+from draftheads.train.step import Chunk, chunk_size, chunks_of
+from draftheads.train.tuned import Held, held_of
 
 
 @dataclass
@@ -91,7 +92,7 @@ def vocabulary_bounds(size: int, target: Target) -> tuple[list[int], range]:
 @dataclass
 class Examples:
     """Micro-batches by row index. chunk: teacher positions of a chunk; fill: adds features to rows that were stored without; thin:
-    DraftHead.thin."""
+    DraftHead.thin; device: where the step runs."""
 
     store: RowStore
     train: TrainSection
@@ -101,6 +102,7 @@ class Examples:
     chunk: int
     fill: Callable[[Sequence[Row]], list[Row]] | None = None
     thin: Callable[[Tensor, torch.Generator], Tensor] | None = None
+    device: torch.device = torch.device("cpu")
 
     def prepare(self, rows: Sequence[int], *, steps: int, step: int) -> tuple[Aligned, list[Chunk]]:
         """The micro-batch of these rows for optimizer step `step`, on the host."""
@@ -120,6 +122,13 @@ class Examples:
         if aligned.kept_BTJ is not None:
             aligned = replace(aligned, batch=replace(aligned.batch, valid_BTJ=aligned.batch.valid_BTJ & aligned.kept_BTJ))
         return aligned, chunks
+
+
+    def held(self, aligned: Aligned) -> list[Held]:
+        """Where a tuned target is held to the original in this micro-batch (train.lora; nowhere without). On the host."""
+        if self.train.lora is None:
+            return []
+        return held_of(aligned, self.train, self.known_V, chunk_size(self.train, len(self.known_V), self.device))
 
 
 def add_noise(row: Row, scale: float, hidden: int, seed: int) -> Row:

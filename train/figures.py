@@ -49,6 +49,7 @@ def summarise(sums: dict[str, list[float]], steps: int) -> dict[str, Any]:
     accuracy  per unroll step, hits / answer slots of that step
     coverage  share of the answers' tokens that are in the draft vocabulary
     loss      mean over the optimizer steps
+    kl        where the target is tuned (train.lora): KL(original ‖ tuned), nats a token, mean over the optimizer steps
     """
     answers = [max(a, 1.0) for a in sums["answers"]]
     return {
@@ -57,6 +58,7 @@ def summarise(sums: dict[str, list[float]], steps: int) -> dict[str, Any]:
         "accuracy": [h / a for h, a in zip(sums["hits"], answers, strict=True)][:steps],
         "coverage": sums["known"][0] / answers[0],
         "supervised": sums["supervised"][0],
+        **({"kl": sums["kl"][0] / max(sums["updates"][0], 1.0)} if "kl" in sums else {}),
     }
 
 

@@ -8,7 +8,7 @@ some 60 times slower than float32, and takes matrices only; hence this one: floa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,19 @@ from draftheads.recipes.schema import TrainSection
 MOMENTUM, STEPS = 0.95, 5
 
 
-def make_optimizer(parameters: list[nn.Parameter], train: TrainSection) -> torch.optim.Optimizer:
-    """Only matrices decay. Each group carries `lr_scale`: the loop sets its rate to scale · the schedule's."""
+def make_optimizer(parameters: list[nn.Parameter], train: TrainSection, adapter: Sequence[nn.Parameter] = ()) -> torch.optim.Optimizer:
+    """Only matrices decay. Each group carries `lr_scale`: the loop sets its rate to scale · the schedule's.
+
+    adapter: the target's (train.lora): AdamW without decay at train.lora.lr, whatever optimizer the head has."""
     matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
     muon = train.optimizer == "muon"
     groups = [
         {"params": matrices, "weight_decay": train.weight_decay, "muon": muon, "lr_scale": train.muon_lr / train.lr if muon else 1.0},
         {"params": vectors, "weight_decay": 0.0, "muon": False, "lr_scale": 1.0},
     ]
+    if adapter and train.lora is not None:
+        rate = train.lr / 4 if train.lora.lr is None else train.lora.lr
+        groups.append({"params": list(adapter), "weight_decay": 0.0, "muon": False, "lr_scale": rate / train.lr})
     groups = [g for g in groups if g["params"]]
     return Muon(groups, lr=train.lr, betas=train.betas) if muon else torch.optim.AdamW(groups, lr=train.lr, betas=train.betas)
 

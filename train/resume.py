@@ -21,6 +21,7 @@ from torch import Tensor
 from draftheads.heads import head_section
 from draftheads.recipes.files import atomic_folder, sha256_file
 from draftheads.recipes.schema import Recipe, RecipeError
+from draftheads.train.step import TrainStep
 
 # Of the recipe's train section, what may change between a run and its resumption: it doesn't change what is computed (but the order of sums).
 FREE = ("log", "log_every", "checkpoint_every", "keep", "micro_batch_tokens", "loss_chunk")
@@ -96,9 +97,9 @@ def newest_state(ckpt: Path, *, clean: bool = True) -> tuple[State | None, list[
     return None, skipped
 
 
-def load_state(state: State, head: torch.nn.Module, optimizer: Any) -> None:
-    """Into a head and an optimizer of the same run."""
-    head.load_state_dict(load_file(state.folder / "model.safetensors"))
+def load_state(state: State, step: TrainStep, optimizer: Any) -> None:
+    """Into the step module and the optimizer of the same run."""
+    step.restore(load_file(state.folder / "model.safetensors"))
     optimizer.load_state_dict(torch.load(state.folder / "optimizer.pt", map_location="cpu", weights_only=True))
 
 

@@ -32,16 +32,19 @@ from draftheads.data.features import RowStore, rows_folder
 from draftheads.heads import build_head, head_config, head_section
 from draftheads.heads.base import DraftHead
 from draftheads.heads.checkpoint import HeadMeta, read_meta, save_head
+from draftheads.heads.formats.transfer import public_name
 from draftheads.heads.losses import CONFIDENCE, STATES
+from draftheads.inference.adapter import check_modules, write_adapter
 from draftheads.inference.target import Target
 from draftheads.recipes.files import recover_folder, write_json, write_text
 from draftheads.recipes.schema import Geometry, Recipe, RecipeError
-from draftheads.train.examples import Examples, draft_vocabulary, survey, target_features, vocabulary_bounds
+from draftheads.train.examples import Examples, draft_vocabulary, key, survey, target_features, vocabulary_bounds
 from draftheads.train.loop import fit
 from draftheads.train.resume import check_facts, facts_of, newest_state
 from draftheads.train.step import TrainStep, chunk_size
 from draftheads.train.timetable import Schedule
 from draftheads.train.trackers import tracker_names
+from draftheads.train.tuned import Tuned
 
 LOCK_WAIT_S = 60.0  # a killed launcher's process may still be writing its last state
 
@@ -66,9 +69,9 @@ def main(recipe: Recipe) -> int:
 
 def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     section, final = recipe.train, recipe.run_dir / "ckpt" / "final"
-    target = Target.load(recipe.target.name, revision=recipe.target.revision, dtype=recipe.target.dtype, device=accelerator.device,
-                         trust_remote_code=recipe.target.trust_remote_code, chat_template=recipe.target.chat_template,
-                         geometry=recipe.target.geometry)
+    target = load_target(recipe, accelerator.device)
+    if section.lora is not None:
+        check_modules(target.model, section.lora.target_modules)
     size = getattr(head_config(recipe.head, target.geometry), "draft_vocab_size", None)
     if size is not None:  # before the long work
         vocabulary_bounds(size, target)
@@ -86,15 +89,20 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
         raise RecipeError(f"the draft vocabulary of {size} tokens holds none of the {len(torch.cat(found.labels)):,} tokens to learn: "
                           "raise head.draft_vocab_size, or train.max_len if it cuts the answers off")
 
+    tuned = None
+    if section.lora is not None:
+        torch.manual_seed(key(section.seed, 0))  # of its own, so that the head begins as it does without an adapter
+        taps = head_config(recipe.head, target.geometry).taps
+        tuned = Tuned(load_target(recipe, accelerator.device, packed=False), section.lora, tuple(taps))
     torch.manual_seed(section.seed)
     head = build_head(recipe.head, target.geometry, draft_ids)
     head.borrow(target.embed_VD, target.lm_head_VD)
-    step = TrainStep(head, target.lm_head_VD[step_ids(head).to(target.device)], target.finish_logits, section.loss)
+    step = TrainStep(head, target.lm_head_VD[step_ids(head).to(target.device)], target.finish_logits, section.loss, tuned)
     chunk = chunk_size(section, len(step.target_ids_U), accelerator.device)
     known_V = step.known_V.cpu()
     examples = Examples(store, section, known_V, width=len(head.taps) * target.geometry.hidden_size, hidden=target.geometry.hidden_size,
                         chunk=chunk, fill=partial(target_features, target, tuple(head.taps)) if online else None,
-                        thin=head.thin if type(head).thin is not DraftHead.thin else None)
+                        thin=head.thin if type(head).thin is not DraftHead.thin else None, device=accelerator.device)
     schedule = Schedule(section, found.rows, found.lengths, found.shares(known_V, section.drop_out_of_vocab), accelerator.num_processes)
     meta = HeadMeta(target=recipe.target.name, revision=target.revision, template_hash=target.template_hash, recipe_hash=recipe.hash(),
                     data_hash=store.hash)
@@ -114,7 +122,7 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     if accelerator.is_main_process:
         write_text(recipe.run_dir / "recipe.yaml", recipe.dump())
         write_json(recipe.run_dir / "provenance.json", provenance(recipe, store.hash, accelerator))
-    say(overview(found, schedule, head, known_V, state.step if state is not None else 0))
+    say(overview(found, schedule, step, known_V, state.step if state is not None else 0))
     stopper = Stopper(accelerator, section.log_every)
     figures = fit(step, examples, schedule, recipe, accelerator, facts, state=state, stop=stopper)
     if figures is None:
@@ -122,10 +130,17 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
         return stopper.exit_code
     if accelerator.is_main_process:
         extra = {"facts": facts, "steps": len(schedule.steps())}
-        save_head(head, final, meta.model_copy(update={"metrics": figures, "extra": extra}))
+        adapter = None if tuned is None else partial(write_adapter, tuned.model, public_name(recipe.target.name), meta.revision)
+        save_head(head, final, meta.model_copy(update={"metrics": figures, "extra": extra}), adapter)
     accelerator.wait_for_everyone()
     say(f"done: {final}  (teacher-forced τ {figures['tau']:.2f}, loss {figures['loss']:.3f}); measure it: specdec-eval --ckpt {recipe.run_dir}")
     return 0
+
+
+def load_target(recipe: Recipe, device: torch.device, packed: bool | str = "auto") -> Target:
+    t = recipe.target
+    return Target.load(t.name, revision=t.revision, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code,
+                       chat_template=t.chat_template, geometry=t.geometry, packed=packed)
 
 
 def check_head(recipe: Recipe, geometry: Geometry) -> None:
@@ -196,17 +211,18 @@ def launched_with() -> int | None:
         return None
 
 
-def overview(found: Any, schedule: Schedule, head: Any, known_V: torch.Tensor, done: int) -> str:
+def overview(found: Any, schedule: Schedule, step: TrainStep, known_V: torch.Tensor, done: int) -> str:
     labels = torch.cat(found.labels)
-    trained = sum(p.numel() for p in head.trainable_parameters())
+    trained, adapted = (sum(p.numel() for p in parameters) for parameters in (step.head.trainable_parameters(), step.adapter()))
     lost = [f"{n} {what}" for n, what in ((found.cut, "cut at train.max_len"), (found.empty, "left out: no loss slot")) if n]
     return (f"{len(found.rows)} rows{' (' + ', '.join(lost) + ')' if lost else ''}, {len(labels):,} loss slots an epoch, draft vocabulary "
-            f"{int(known_V.sum())} covers {known_V[labels].float().mean():.1%} of them; {trained / 1e6:.1f} M parameters, "
+            f"{int(known_V.sum())} covers {known_V[labels].float().mean():.1%} of them; {trained / 1e6:.1f} M parameters"
+            f"{f' and {adapted / 1e6:.1f} M of the adapter' if adapted else ''}, "
             f"{len(schedule.steps())} steps" + (f", going on after step {done}" if done else ""))
 
 
 def provenance(recipe: Recipe, data_hash: str, accelerator: Accelerator) -> dict[str, Any]:
-    packages = ("draftheads", "torch", "transformers", "accelerate", "safetensors", "numpy")
+    packages = ("draftheads", "torch", "transformers", "accelerate", "safetensors", "numpy", *(("peft",) if recipe.train.lora else ()))
     return {
         "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
         "git_commit": git_commit(),

@@ -31,6 +31,7 @@ from draftheads.heads.losses import CONFIDENCE, STATES, Slots, Teacher, combined
 from draftheads.recipes.schema import TrainSection
 from draftheads.train.align import Aligned
 from draftheads.train.figures import metric_sums
+from draftheads.train.tuned import Held, Tuned, with_features
 
 
 @dataclass
@@ -48,10 +49,9 @@ class Chunk:
     rows_J: list[Tensor | None]
 
     def to(self, device: torch.device) -> Chunk:
-        teacher_C, labels_C, slots_JC, weights_JC = (x.to(device, non_blocking=True) for x in (self.teacher_C, self.labels_C, self.slots_JC,
-                                                                                               self.weights_JC))
-        rows_J = [None if x is None else x.to(device, non_blocking=True) for x in self.rows_J]
-        return Chunk(teacher_C, labels_C, slots_JC, weights_JC, rows_J)
+        teacher_C, labels_C, slots_JC, weights_JC = (
+            x.to(device, non_blocking=True) for x in (self.teacher_C, self.labels_C, self.slots_JC, self.weights_JC))
+        return Chunk(teacher_C, labels_C, slots_JC, weights_JC, [None if x is None else x.to(device, non_blocking=True) for x in self.rows_J])
 
     @classmethod
     def of(cls, teacher_C: Tensor, labels_C: Tensor, slots_JC: Tensor, weights_JC: Tensor, none: int) -> Chunk:
@@ -107,9 +107,9 @@ class TrainStep(nn.Module):
     draft_ids_V: Tensor
 
     def __init__(self, head: DraftHead, teacher_UD: Tensor, finish: Callable[[Tensor], Tensor] | None = None,
-                 loss: Mapping[Any, float] | None = None) -> None:
+                 loss: Mapping[Any, float] | None = None, tuned: Tuned | None = None) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.tuned = head, tuned
         self.finish = finish
         self.loss = {"soft_ce": 1.0} if loss is None else dict(loss)
         self.register_buffer("teacher_UD", teacher_UD.detach().float(), persistent=False)
@@ -120,15 +120,42 @@ class TrainStep(nn.Module):
         draft_ids_V = torch.full_like(known_V, -1, dtype=torch.int64).index_copy(0, self.target_ids_U, draft_ids_U)
         self.register_buffer("draft_ids_V", draft_ids_V, persistent=False)
         # DDP would broadcast the target's tables at every forward.
-        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
+        frozen = [] if tuned is None else [f"tuned.{name}" for name, p in tuned.named_parameters() if not p.requires_grad]
+        self._ddp_params_and_buffers_to_ignore = [*(name for name, _ in self.named_buffers()), *frozen]
 
-    def forward(self, aligned: Aligned, chunks: Sequence[Chunk], normaliser: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The head's and, behind them, the adapter's."""
+        return [*self.head.trainable_parameters(), *self.adapter()]
+
+    def adapter(self) -> list[nn.Parameter]:
+        return [] if self.tuned is None else list(self.tuned.adapter().values())
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a resumable state holds of the weights: the head's tensors, and the adapter's as adapter.NAME."""
+        adapter = {} if self.tuned is None else {f"adapter.{name}": p.detach() for name, p in self.tuned.adapter().items()}
+        return self.head.state_dict() | adapter
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """The reverse of `saved`."""
+        self.head.load_state_dict({name: t for name, t in saved.items() if not name.startswith("adapter.")})
+        for name, parameter in ({} if self.tuned is None else self.tuned.adapter()).items():
+            parameter.copy_(saved[f"adapter.{name}"])
+
+    def forward(self, aligned: Aligned, chunks: Sequence[Chunk], normaliser: float, held: Sequence[Held] = (),
+                head_weight: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss (0-dim, with gradient; already divided by the normaliser) and metric sums (detached, on the device).
 
+        With a tuned target (train.lora): head_weight · the head's loss + KL at the positions of `held`; the metric `loss` is the head's alone.
         A micro-batch without loss slots, or without rows, is legal: its loss is 0 and every parameter gets a zero gradient.
         """
         S, J = aligned.lse_BT.numel(), aligned.batch.valid_BTJ.shape[-1]
         params = self.head.trainable_parameters()
+        final_SD = aligned.final_BTD.flatten(0, 1)[:0]
+        if self.tuned is not None and S and (chunks or held):
+            assert aligned.ids_BT is not None
+            final_BTD, features_BTF = self.tuned(aligned.ids_BT)
+            final_SD, aligned = final_BTD.flatten(0, 1), with_features(aligned, features_BTF)
         states_J = self.head.unroll(aligned.batch, J).states if chunks else []
         flat_J = [s.reshape(S, -1) for s in states_J]
         # Row S of the scratch buffers takes the results of slots that do not exist.
@@ -150,16 +177,22 @@ class TrainStep(nn.Module):
                 logits_CU = self.head.logits(state_CD, j).float()
                 slots = Slots(logits_CU, teacher, self.head.regressed(state_CD) if STATES & self.loss.keys() else None,
                               self.head.confidence(state_CD) if CONFIDENCE & self.loss.keys() else None)
-                part = (combined(slots, self.loss) * (weights_C / normaliser)).sum()
+                part = (combined(slots, self.loss) * (weights_C / normaliser)).sum() * head_weight
                 if torch.is_grad_enabled():
                     grads = torch.autograd.grad(part, [state_CD, *params], allow_unused=True)
                     state_grads_J[j][slots_C] = grads[0].to(state_grads_J[j].dtype)
                     param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads[1:], strict=True)]
                 hits_SJ[slots_C, j] = self.target_ids_U[logits_CU.detach().argmax(-1)] == labels_C
                 loss = loss + part.detach()
-        metrics = metric_sums(loss, hits_SJ[:S].view(aligned.answers_BTJ.shape), aligned, self.known_V)
+        metrics = metric_sums(loss / head_weight, hits_SJ[:S].view(aligned.answers_BTJ.shape), aligned, self.known_V)
         if torch.is_grad_enabled():
             loss = carry(loss, flat_J, [g[:S] for g in state_grads_J]) + carry(torch.zeros_like(loss), params, param_grads)
+        if self.tuned is not None:
+            metrics["kl"], grad_SD = self.tuned.drift(final_SD, aligned.final_BTD.flatten(0, 1), held, normaliser)
+            loss = loss + metrics["kl"]
+            if torch.is_grad_enabled():
+                adapter = self.adapter()
+                loss = carry(loss, [final_SD, *adapter], [grad_SD, *([None] * len(adapter))])
         return loss, metrics
 
     @torch.no_grad()

@@ -68,6 +68,14 @@ def rate(step: int, total: int, train: TrainSection) -> float:
     return train.lr * (train.min_lr + (1 - train.min_lr) * left)
 
 
+def head_weight(step: int, total: int, train: TrainSection) -> float:
+    """What the head's loss weighs at this optimizer step: 1, or beside the KL of train.lora its head_weight, after a linear rise from 0."""
+    if train.lora is None:
+        return 1.0
+    rising = round(train.lora.head_warmup * total)
+    return train.lora.head_weight * (min(1.0, (step + 1) / rising) if rising else 1.0)
+
+
 def costs(total: int, train: TrainSection) -> list[float]:
     """costs[s]: the work of the first s steps, in unrolled steps; for the ETA. A step costs its unroll steps and, once, its teacher."""
     found = [0.0]

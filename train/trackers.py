@@ -110,4 +110,5 @@ class View(Meter):
     def show(self, figures: dict[str, Any], cost_left: float) -> None:
         """cost_left: work to come in units of the work done so far (later stages unroll more steps)."""
         eta = clock(cost_left * (time.monotonic() - self.began))
-        self.draw(f"loss {figures['loss']:.3f}  τ {figures['tau']:.2f}  {self.speed():.0f} tok/s  ETA {eta}", now=self.done == self.total)
+        moved = f"  KL {figures['kl']:.4f}" if "kl" in figures else ""
+        self.draw(f"loss {figures['loss']:.3f}{moved}  τ {figures['tau']:.2f}  {self.speed():.0f} tok/s  ETA {eta}", now=self.done == self.total)

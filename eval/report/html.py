@@ -9,7 +9,7 @@ import jinja2
 from markupsafe import Markup
 
 from draftheads.eval.report import svg
-from draftheads.eval.report.tables import count, figure, labels, order, percent, setting
+from draftheads.eval.report.tables import count, figure, labels, order, percent, setting, tuned
 from draftheads.eval.report.tables import gamma as lengths
 from draftheads.eval.verdict import stamp
 
@@ -21,7 +21,8 @@ def render_html(report: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"figure": figure, "percent": percent, "count": count}
-    environment.globals |= {"labels": labels(report), "lengths": lengths, "stamp": stamp(report), "setting": setting(report)}
+    environment.globals |= {"labels": labels(report), "lengths": lengths, "stamp": stamp(report), "setting": setting(report),
+                            "tuned": tuned(report["tuned"]) if report["tuned"] else None}
     return environment.get_template("report.html.j2").render(r=report, drafters=order(report["by_drafter"]), charts=charts(report))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftheads.eval.report.tables import COLUMNS, category_columns, category_rows, expectation, figure, labels, main_rows, setting
+from draftheads.eval.report.tables import COLUMNS, category_columns, category_rows, expectation, figure, labels, main_rows, setting, tuned
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
@@ -14,6 +14,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     parts = [
         f"# Evaluation of {_cell(p['checkpoint'].get('name', 'a draft head'))} on {_cell(p['target'].get('name', '?'))}",
         report["verdict"],
+        *([tuned(report["tuned"])] if report["tuned"] else []),
         _cell(setting(report)) + ".",
         _table(COLUMNS, main_rows(report)),
         "## By category", _table(category_columns(report), category_rows(report)),

@@ -103,3 +103,13 @@ def expectation(expected: Mapping[str, Any]) -> str:
     seen = f"{figure(there)} on training prompts, " if there is not None else ""
     return (f"Head at γ = {expected['gamma']}: τ = {figure(expected['tau'])} expected from {expected['source']}; decoded: {seen}"
             f"{figure(expected['measured_tau'])} on the held-out prompts.")
+
+
+def tuned(found: Mapping[str, Any]) -> str:
+    """What a report of a tuned target says of the change, in every form of it."""
+    was, now = found["perplexity"]["original"], found["perplexity"]["tuned"]
+    text = "" if was is None else f" Perplexity of the prompts' own text: {was:.2f} under the original, {now:.2f} under the tuned model."
+    kl, agree = found["kl"], found["top1_agreement"]
+    moved = "" if kl is None else (f" On {found['answer_tokens']:,} answer tokens: KL(original ‖ tuned) {kl:.4f} nats a token, the same first choice "
+                                   f"at {agree:.1%}.")
+    return f"The target was tuned along with this head. {found['statement']}{text}{moved}"

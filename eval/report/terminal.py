@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftheads.eval.report.tables import COLUMNS, category_columns, category_rows, expectation, main_rows, setting
+from draftheads.eval.report.tables import COLUMNS, category_columns, category_rows, expectation, main_rows, setting, tuned
 
 
 def print_report(report: Mapping[str, Any], folder: Path) -> None:
@@ -32,6 +32,8 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     if report["drafting"]["tree"] or report["drafting"]["draft_model"]:
         console.print(Text(setting(report), style="dim"), soft_wrap=True)
     console.print(Text(report["verdict"], style="bold" if report["ok"] else "bold red"), soft_wrap=True)
+    if report["tuned"]:
+        console.print(Text(tuned(report["tuned"]), style="bold"), soft_wrap=True)
     if report["expected"]:
         console.print(Text(expectation(report["expected"])), soft_wrap=True)
     at = report["at_tau_gamma"]

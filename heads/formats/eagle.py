@@ -16,7 +16,7 @@ from draftheads.recipes.schema import Geometry, RecipeError
 
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     if head.config.type == "eagle":
-        files = export_eagle1(head)
+        files = export_eagle1(head, bias=True)
         # The official class pads by it, and Llama configs from the Hub have none.
         return Files(files.config | {"pad_token_id": 0}, files.tensors, [
             "EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=THIS_FOLDER); its loader wants a target in several safetensors shards."])

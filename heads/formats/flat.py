@@ -1,6 +1,6 @@
 """What the flat layouts share: EAGLE-1 and EAGLE-3 as official code, vLLM, SGLang and TensorRT-LLM read them, and the checks of both.
 
-One EAGLE-3 folder serves them all (`midlayer.*`, d2t as offsets, both keys of the tap numbers), and so does one EAGLE-1 folder (an fc.bias of
+One EAGLE-3 folder serves them all (`midlayer.*`, d2t as offsets, both keys of the tap numbers), and so does one EAGLE-1 folder, but for the official code (an fc.bias of
 zeros: vLLM ignores it, SGLang would leave a missing one random). Each check below is of something that at least one engine takes in silence. A whole
 vocabulary has no d2t and t2d: vLLM, which makes no place for them then, stops.
 
@@ -171,8 +171,12 @@ def draft_ids(where: str, weights: dict[str, Tensor], U: int, V: int, ours: bool
 
 # ---- EAGLE-1
 
-def export_eagle1(head: DraftHead) -> Files:
-    """One folder for the official code, vLLM and SGLang: two names of the architecture, and an fc.bias of zeros where the head has none."""
+def export_eagle1(head: DraftHead, bias: bool) -> Files:
+    """Two names of the architecture, for vLLM and SGLang, and an fc.bias of zeros where the head has none (SGLang always has one).
+
+    bias: what the config says. The official code builds fc by it. vLLM does not, but gives *attention* biases to a head that says true, and leaves
+    them as the memory was: every draft is then rejected (measured).
+    """
     if tuple(head.taps) != ("final",):
         raise RecipeError(f"head.taps is {list(head.taps)}; EAGLE-1 layouts give a head the target's final state only: train with taps [final]")
     if len(head.d2t) != head.geometry.vocab_size or "lm_head.weight" in head.state_dict():
@@ -180,7 +184,7 @@ def export_eagle1(head: DraftHead) -> Files:
     config = {k: v for k, v in head.engine_config().items() if k not in (*PRIVATE, "draft_vocab_size")}
     weights = {k: v for k, v in head.state_dict().items() if k not in ("d2t", "t2d")}
     weights.setdefault("fc.bias", torch.zeros_like(weights["fc.weight"][:, 0]))
-    return Files(config | {"architectures": EAGLE1_NAMES, "model_type": "llama", "bias": True, "tie_word_embeddings": False}, weights)
+    return Files(config | {"architectures": EAGLE1_NAMES, "model_type": "llama", "bias": bias, "tie_word_embeddings": False}, weights)
 
 
 def no_bias(tensors: dict[str, Tensor], where: str) -> None:
@@ -189,15 +193,19 @@ def no_bias(tensors: dict[str, Tensor], where: str) -> None:
         raise RecipeError(f"{where}: fc.bias is not zero, and vLLM drops it silently: export to eagle or sglang, or train without a bias")
 
 
-def read_eagle1(raw: Raw, geometry: Geometry, ours: bool) -> Found:
+def read_eagle1(raw: Raw, geometry: Geometry, ours: bool, bias: bool = True) -> Found:
+    """bias: what the config of a folder of ours must say (export_eagle1)."""
     c, where = raw.config, raw.where
     if ours:
         require(raw, _CURES)
         if list(c["architectures"]) != EAGLE1_NAMES:
             raise RecipeError(f"{where}: architectures is {c['architectures']}; vLLM loads no LlamaForCausalLMEagle alone: write {EAGLE1_NAMES}")
-        if c["tie_word_embeddings"] or c.get("bias") is not True or "fc.bias" not in raw.tensors:
-            raise RecipeError(f"{where}: an EAGLE-1 folder wants tie_word_embeddings false, bias true and an fc.bias (zeros): SGLang leaves a "
-                              "missing one random; export the head again")
+        if c["tie_word_embeddings"] or "fc.bias" not in raw.tensors:
+            raise RecipeError(f"{where}: an EAGLE-1 folder wants tie_word_embeddings false and an fc.bias (zeros): SGLang leaves a missing one random; "
+                              "export the head again")
+        if c.get("bias") is not bias:
+            why = "the official code builds fc by it" if bias else "vLLM would give attention biases that are in no file"
+            raise RecipeError(f"{where}: bias is {c.get('bias')!r}, write {str(bias).lower()}: {why}")
     check_target(raw, geometry)
     if c.get("num_hidden_layers", 1) != 1:
         raise RecipeError(f"{where}: num_hidden_layers is {c['num_hidden_layers']}, an EAGLE head has 1 (was the target's count copied?): write 1")
@@ -205,7 +213,7 @@ def read_eagle1(raw: Raw, geometry: Geometry, ours: bool) -> Found:
     if weights.pop("embed_tokens.weight", None) is not None:
         facts.append("its embedding was left out: the target's is used, as in the engines")
     biased = c.get("bias", True)  # absent means true
-    if bool(biased) != ("fc.bias" in weights) and "bias" in c:
+    if bool(biased) != ("fc.bias" in weights) and "bias" in c and not ours:
         raise RecipeError(f"{where}: config.json says bias {biased}, and fc.bias is {'there' if 'fc.bias' in weights else 'missing'}: they disagree")
     if "fc.bias" in weights and not bool(weights["fc.bias"].any()):
         del weights["fc.bias"]

@@ -17,7 +17,7 @@ from draftheads.recipes.schema import Geometry, RecipeError
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     command = "python -m sglang.launch_server --model-path TARGET --speculative-draft-model-path THIS_FOLDER --speculative-algorithm "
     if head.config.type == "eagle":
-        files = export_eagle1(head)
+        files = export_eagle1(head, bias=False)
         return Files(files.config, files.tensors, [command + "EAGLE"])
     if head.config.type != "eagle3":
         raise refuse("SGLang", head.config.type, "eagle and eagle3 heads")
@@ -32,4 +32,4 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
 
 
 def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
-    return read_eagle1(raw, geometry, ours) if is_eagle1(raw) else read_eagle3(raw, geometry, ours)
+    return read_eagle1(raw, geometry, ours, bias=False) if is_eagle1(raw) else read_eagle3(raw, geometry, ours)

@@ -11,6 +11,7 @@ An exported folder names no path of this machine, and nothing of the training bu
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.checkpoint import CONFIG, META, HeadMeta, load_head, read_meta, save_head
+from draftheads.heads.checkpoint import ADAPTER, CONFIG, META, HeadMeta, adapter_of, load_head, read_meta, save_head
 from draftheads.heads.formats import Files, Found, Raw, Tables, layout
 from draftheads.heads.formats.compare import compare
 from draftheads.heads.formats.detect import PICKLES, SAFETENSORS
@@ -31,8 +32,10 @@ from draftheads.recipes.files import atomic_folder, sha256_file, write_json
 from draftheads.recipes.schema import Geometry, RecipeError
 
 README = "README.md"
-_OURS = {CONFIG, META, README, *SAFETENSORS, *PICKLES}
+_OURS = {CONFIG, META, README, ADAPTER, *SAFETENSORS, *PICKLES}
 DTYPES = ("float32", "bfloat16", "float16")
+TUNED = ("This head was trained together with its target: it is for the target with the adapter in adapter/ merged into it, not for the original. "
+         "Serve what specdec export --ckpt … --target-out DIR writes, or merge the adapter with peft.")
 
 
 @dataclass
@@ -72,7 +75,16 @@ def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[st
     if not meta.target:
         meta = meta.model_copy(update={"revision": None})
     files: Files = module.export(head, meta, tables)
+    adapter = adapter_of(ckpt, meta)
+    if adapter is not None:
+        files.notes[:0] = [TUNED]
     with atomic_folder(out) as part:
+        if adapter is not None:
+            (part / ADAPTER).mkdir()
+            for file in adapter.files:
+                if not (adapter.folder / file).is_file():
+                    raise RecipeError(f"no {file} in {adapter.folder}, and this head's target was tuned by it: copy the checkpoint with it")
+                shutil.copyfile(adapter.folder / file, part / ADAPTER / file)
         written = write(part, files, head, meta, kind, getattr(module, "WEIGHTS", SAFETENSORS[0]))
         again, _ = open_export(part, written, allow_pickle=True)
         difference = compare(head, again, tables)

@@ -40,7 +40,7 @@ _WARNINGS = {
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     kind = head.config.type
     if kind == "eagle":
-        files = export_eagle1(head)
+        files = export_eagle1(head, bias=False)
         no_bias(files.tensors, "this head")
         return Files(files.config, files.tensors, _notes("eagle", 4))
     if kind == "eagle3":
@@ -70,7 +70,7 @@ def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
     if is_eagle1(raw):
         if ours:
             no_bias(raw.tensors, raw.where)
-        return read_eagle1(raw, geometry, ours)
+        return read_eagle1(raw, geometry, ours, bias=False)
     if "mask_hidden" not in raw.tensors:
         return read_eagle3(raw, geometry, ours)
     found = read_eagle3(raw, geometry, ours, "peagle")

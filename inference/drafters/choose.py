@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftheads.heads.checkpoint import load_head
+from draftheads.heads.checkpoint import adapter_of, load_head
 from draftheads.heads.formats.detect import is_head_folder
 from draftheads.inference.checkpoints import META, find_folder
 from draftheads.inference.drafters.base import Drafter
@@ -106,7 +106,12 @@ def head_folder(draft: str | os.PathLike[str]) -> Path | None:
 def _head(folder: Path, target: Target, int8: bool) -> Drafter:
     if target.lm_head_VD.is_meta:
         raise RecipeError(f"{folder}: a head shares the target's lm_head, which is offloaded: keep it in memory (device_map), or draft otherwise")
-    module, _ = load_head(folder, geometry=target.geometry, template_hash=target.template_hash)
+    module, meta = load_head(folder, geometry=target.geometry, template_hash=target.template_hash)
+    if adapter_of(folder, meta) != target.adapter:
+        has = "the target is as published" if target.adapter is None else "the target is tuned for another head"
+        was = "with an adapter of its target" if meta.adapter is not None else "for the target as published"
+        raise RecipeError(f"{folder} was trained {was}, and {has}: leave the target to the checkpoint (--ckpt, SpeculativeDecoder.from_checkpoint), "
+                          "or Target.load(…, adapter=adapter_of(folder, meta))")
     return HeadDrafter(module, target, int8=int8)
 
 

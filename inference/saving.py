@@ -1,0 +1,70 @@
+"""A target as an ordinary transformers folder: config.json, safetensors, the tokenizer with its chat template. What engines and transformers load.
+
+    model, tokenizer ─► the config without traces of quantisation ─► folder under another name ─► stamped ─► renamed to its place
+
+transformers refuses to save a model that it believes quantised (one that was read from a GGUF file), though its weights are plain by then: they move
+to a model made anew from the config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftheads.heads.checkpoint import Adapter
+from draftheads.recipes.files import atomic_folder, write_json
+from draftheads.recipes.schema import RecipeError
+
+# Which target a folder holds; also how a folder is known to be ours, and may be written again.
+STAMP = "draftheads-target.json"
+
+
+def save_target(model: Any, tokenizer: Any, out: str | os.PathLike[str], *, target: str = "", adapter: Adapter | None = None) -> Path:
+    """Write the folder, whole or not at all, and return it. The model's dtype is kept; it must not be packed (Target.load(…, packed=False).model).
+
+    target: its public name; adapter: what was merged into it. Both go into the stamp. RecipeError: a packed model, or a folder that holds something
+    else.
+    """
+    check_target_place(out)
+    if any(type(m).__module__.endswith("inference.packed") for m in model.modules()):
+        raise RecipeError("a packed model has no weights that could be saved: load it with packed=False")
+    with atomic_folder(out) as part:
+        write_target(model, tokenizer, part)
+        write_json(part / STAMP, {"target": target, "adapter": None if adapter is None else adapter.files})
+    return Path(out)
+
+
+def write_target(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Into a folder that is there."""
+    config = type(model.config).from_dict({k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors makes it private
+
+
+def check_target_place(out: str | os.PathLike[str]) -> None:
+    """RecipeError where `out` is there and no target that we wrote."""
+    out = Path(out)
+    if out.is_dir() and (not any(out.iterdir()) or (out / STAMP).is_file()) or not out.exists():
+        return
+    what = "holds something else than a target that we wrote" if out.is_dir() else "is a file"
+    raise RecipeError(f"{out} {what}: choose another folder, or remove it")
+
+
+def stamped_adapter(folder: str | os.PathLike[str]) -> Adapter | None:
+    """What is merged into the weights of a folder that save_target wrote; None for a folder as published."""
+    try:
+        found = json.loads((Path(folder) / STAMP).read_text(encoding="utf-8"))["adapter"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Adapter(Path(folder), found) if isinstance(found, dict) else None
