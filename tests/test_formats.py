@@ -324,7 +324,8 @@ def written(tmp_path_factory):
     heads = {"eagle3": make_head("eagle3", U), "eagle": make_head("eagle"), "medusa": make_head("medusa", medusa_num_heads=3)}
     for type, head in heads.items():
         checkpoint(base / type, head)
-    for name, type in (("medusa", "medusa"), ("speculators", "eagle3"), ("vllm", "eagle3"), ("sglang eagle", "eagle"), ("vllm eagle", "eagle")):
+    for name, type in (("medusa", "medusa"), ("speculators", "eagle3"), ("vllm", "eagle3"), ("sglang eagle", "eagle"), ("vllm eagle", "eagle"),
+                       ("eagle eagle", "eagle")):
         export_head(base / type, name.split()[0], base / "out" / name, tables())
     return base
 

@@ -143,7 +143,7 @@ def solved(inputs_MI: torch.Tensor, outputs_MO: torch.Tensor) -> torch.Tensor:
     return torch.linalg.lstsq(inputs_MI.double(), outputs_MO.double(), rcond=1e-4, driver="gelsd").solution.T.float()
 
 
-def fitted(target: Target, section: dict, seed: int = 1):
+def fitted(target: Target, section: dict, *, same_k_norm: bool = False, seed: int = 1):
     geometry = target.geometry
     draft_ids = None
     if section.get("draft_vocab_size"):
@@ -153,6 +153,9 @@ def fitted(target: Target, section: dict, seed: int = 1):
         assert len(used) < section["draft_vocab_size"]
     head = build_head(section, geometry, draft_ids)
     randomise(head, seed)
+    if same_k_norm:
+        for layer in head.layers:
+            layer.self_attn.k_norm.weight.data.copy_(head.layers[0].self_attn.k_norm.weight)
     head.borrow(target.embed_VD, target.lm_head_VD)
     head.eval().requires_grad_(False)
     interpolate(head, target, head.max_depth if isinstance(head, BlockHead) else GAMMA)
@@ -171,6 +174,9 @@ def exported(head, target: Target, folder: Path, layout: str = "vllm") -> Path:
     return folder / "export"
 
 
+SAME = "two layers of one k_norm"
+# vLLM 0.32's CPU kernel for DFlash's context keys norms those of every layer by the first layer's k_norm: lossless, and accepted less.
+FAULTY = {"dflash"}
 SECTIONS = {
     "medusa": ({"type": "medusa", "medusa_num_heads": GAMMA}, "medusa", "vllm", {}),
     "medusa two blocks": ({"type": "medusa", "medusa_num_heads": GAMMA, "medusa_num_layers": 2}, "medusa", "vllm", {}),
@@ -183,8 +189,9 @@ SECTIONS = {
     "eagle3.1, other taps": ({"type": "eagle3", "taps": [1, 3, 6], **WIDE}, "eagle3", "vllm", {}),
     "peagle": ({"type": "peagle", "num_layers": 2, "depths": GAMMA, **REDUCED, **WIDE}, "eagle3", "vllm", {"parallel_drafting": True}),
     "dflash, one layer": ({"type": "dflash", "num_layers": 1, "block_size": GAMMA + 1, **WIDE}, "dflash", "vllm", {}),
+    f"dflash, {SAME}": ({"type": "dflash", "num_layers": 2, "block_size": GAMMA + 1, **WIDE}, "dflash", "vllm", {}),
+    f"dflash, {SAME}, reduced": ({"type": "dflash", "num_layers": 2, "block_size": GAMMA + 1, **REDUCED, **WIDE}, "dflash", "vllm", {}),
     "dflash": ({"type": "dflash", "num_layers": 2, "block_size": GAMMA + 1, **WIDE}, "dflash", "vllm", {}),
-    "dflash, reduced vocabulary": ({"type": "dflash", "num_layers": 2, "block_size": GAMMA + 1, **REDUCED, **WIDE}, "dflash", "vllm", {}),
 }
 
 
@@ -203,7 +210,7 @@ def served(target, tmp_path_factory):
         jobs[name] = judge.job(folder, PROMPTS, max_tokens=SERVED, speculative=speculative)
 
     for name, (section, method, layout, extra) in SECTIONS.items():
-        head = fitted(loaded, section)
+        head = fitted(loaded, section, same_k_norm=SAME in name)
         assert ours(loaded, head) == GAMMA + 1, name
         export = exported(head, loaded, tmp_path_factory.mktemp("head"), layout)
         add(name, export, method, extra)
@@ -227,7 +234,7 @@ def result(served, name):
 def test_an_interpolating_head_is_accepted_whole_by_the_engine(name, served):
     found = result(served, name)
     assert found.tokens == result(served, "").tokens
-    assert found.tau == GAMMA + 1, found
+    assert (found.tau == GAMMA + 1) != (name in FAULTY), found
 
 
 @pytest.mark.parametrize("name", ALTERED)

@@ -1,8 +1,8 @@
 """What the flat layouts share: EAGLE-1 and EAGLE-3 as official code, vLLM, SGLang and TensorRT-LLM read them, and the checks of both.
 
-One EAGLE-3 folder serves them all (`midlayer.*`, d2t as offsets, both keys of the tap numbers), and so does one EAGLE-1 folder, but for the official code (an fc.bias of
-zeros: vLLM ignores it, SGLang would leave a missing one random). Each check below is of something that at least one engine takes in silence. A whole
-vocabulary has no d2t and t2d: vLLM, which makes no place for them then, stops.
+One EAGLE-3 folder serves them all (`midlayer.*`, d2t as offsets, both keys of the tap numbers), and so does one EAGLE-1 folder, but for the official
+code (an fc.bias of zeros: vLLM ignores it, SGLang would leave a missing one random). Each check below is of something that at least one engine takes
+in silence. A whole vocabulary has no d2t and t2d: vLLM, which makes no place for them then, stops.
 
 Tap numbers: `eagle_aux_hidden_state_layer_ids` at the top counts like ours (vLLM), in `eagle_config` it counts layer outputs, one less (SGLang).
 
@@ -201,8 +201,8 @@ def read_eagle1(raw: Raw, geometry: Geometry, ours: bool, bias: bool = True) -> 
         if list(c["architectures"]) != EAGLE1_NAMES:
             raise RecipeError(f"{where}: architectures is {c['architectures']}; vLLM loads no LlamaForCausalLMEagle alone: write {EAGLE1_NAMES}")
         if c["tie_word_embeddings"] or "fc.bias" not in raw.tensors:
-            raise RecipeError(f"{where}: an EAGLE-1 folder wants tie_word_embeddings false and an fc.bias (zeros): SGLang leaves a missing one random; "
-                              "export the head again")
+            raise RecipeError(f"{where}: an EAGLE-1 folder wants tie_word_embeddings false and an fc.bias (zeros): SGLang leaves a missing one "
+                              "random; export the head again")
         if c.get("bias") is not bias:
             why = "the official code builds fc by it" if bias else "vLLM would give attention biases that are in no file"
             raise RecipeError(f"{where}: bias is {c.get('bias')!r}, write {str(bias).lower()}: {why}")
