@@ -189,7 +189,7 @@ def measure(place: Place, name: str) -> None:
                    gamma=report["summary"]["gamma"], draft_cost=report["cost_model"]["c"].get("head"), tau_timed=report["summary"]["tau"])
     if head.trees and "tree_tau" not in place.results(name):
         options = common | {"drafters": ["head"], "per_category": PER_CATEGORY, "max_new_tokens": TOKENS, "ignore_eos": True, "tree": TREE,
-                            "batch_size": 16}
+                            "batch_size": 16, "gamma": head.gamma, "costs": False}
         report = evaluate(open_checkpoint(run, [], options), out=place.folder / "tree" / name, quiet=True).report
         place.keep(name, tree_tau=report["by_drafter"]["head"]["tau_untrimmed"])
 

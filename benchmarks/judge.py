@@ -18,7 +18,8 @@ from typing import Any
 
 from draftheads.eval.records import Block, read_journal
 from draftheads.eval.run import evaluate
-from draftheads.eval.subject import load_target, open_checkpoint, read_conversations, render_prompts
+from draftheads.eval.subject import open_checkpoint, read_conversations, render_prompts
+from draftheads.inference.target import load_target
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = Path(__file__).with_name("vllm_engine.py")
@@ -70,7 +71,8 @@ def serve(jobs: list[dict[str, Any]], *, threads: int | None = None) -> list[Ser
     python = engine_python()
     preload = python.parent.parent / "lib" / "libiomp5.so"
     env = {
-        **os.environ, "OMP_NUM_THREADS": str(threads or os.cpu_count() or 1), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
+        **os.environ, "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
         # Without Intel's OpenMP in front, CPU attention runs some ten times slower.
         **({"LD_PRELOAD": str(preload)} if preload.exists() else {}),
@@ -106,7 +108,7 @@ def agree(
     """
     options = {
         "drafters": ["head"], "gamma": gamma, "tau_gamma": gamma, "per_category": per_category, "max_new_tokens": max_new_tokens, "ignore_eos": True,
-        "draft_weights": "float32", "batch_size": BATCH, "transformers_fraction": 0.0, "tree": "chain", "temperature": 0.0,
+        "draft_weights": "float32", "batch_size": BATCH, "transformers_fraction": 0.0, "tree": "chain", "temperature": 0.0, "costs": False,
     }
     checkpoint = open_checkpoint(ckpt, [], options)
     with tempfile.TemporaryDirectory() as out:

@@ -39,7 +39,7 @@ from draftheads.data.progress import Progress, clock, say
 from draftheads.data.regenerate import Regenerated, Taps, first_prompt_ids, prompt_room, regenerate
 from draftheads.heads import head_config
 from draftheads.inference.requests import Round
-from draftheads.inference.target import Target
+from draftheads.inference.target import Target, load_target
 from draftheads.recipes.files import locked, write_json, write_text
 from draftheads.recipes.schema import Recipe, RecipeError, content_hash
 
@@ -59,7 +59,7 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
     folder = rows_folder(recipe)
     conversations, dropped = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
     if recipe.data.rows is not None:
-        store = _lent(recipe, target or load_target(recipe), folder, conversations)
+        store = _lent(recipe, target or load_target(recipe.target), folder, conversations)
         say(f"distil: {len(store)} rows of another run in {folder} (data {store.hash}), nothing to do", enabled=progress)
         return store
     shortcut = content_hash(_recipe_facts(recipe, conversations))
@@ -67,7 +67,7 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
         if target is None and (finished := _finished(folder, shortcut)) is not None:
             say(f"distil: {len(finished)} rows are ready in {folder} (data {finished.hash}), nothing to do", enabled=progress)
             return finished
-        target = target or load_target(recipe)
+        target = target or load_target(recipe.target)
         taps = _taps(recipe, target) if recipe.data.features == "capture" else None
         facts = _facts(recipe, target, taps, conversations)
         _set_aside(folder, facts, progress)
@@ -92,13 +92,6 @@ def same_prompts(recipe: Recipe) -> bool | None:
     except (OSError, ValueError, KeyError, TypeError):  # a RecipeError is a ValueError
         return None
     return bool(made == _prompts_hash(conversations))
-
-
-def load_target(recipe: Recipe) -> Target:
-    """The recipe's target as its `target` section says."""
-    section = recipe.target
-    return Target.load(section.name, revision=section.revision, dtype=section.dtype, trust_remote_code=section.trust_remote_code,
-                       chat_template=section.chat_template, geometry=section.geometry)
 
 
 def _taps(recipe: Recipe, target: Target) -> Taps:

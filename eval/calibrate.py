@@ -47,6 +47,10 @@ def choose_costs(work: Evaluation, journal: Journal) -> dict[str, Any]:
     if not drafting:
         journal.append("costs", found)
         return found
+    if not work.section.costs:
+        found["gamma"] = {n: {s: given_length(work.section, s) for s in work.sources(n)} for n in work.drafters if n != "none"}
+        journal.append("costs", found)
+        return found
     work.warm_up()
     costs = _measure_costs(work, drafting)
     found["costs"] = costs.to_json()

@@ -21,7 +21,8 @@ def export_head(
     to: Annotated[str | None, typer.Option("--to", help="vllm, sglang, trtllm, speculators, eagle, medusa; medusa_pt: the same as a "
                                                         "pickle.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: export/LAYOUT of the run, or beside the checkpoint.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as in the checkpoint.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as in the checkpoint, for the target as in the "
+                                                   "recipe.")] = None,
     target: Annotated[str | None, typer.Option(help="The target, where the place that the checkpoint names is no longer right.")] = None,
     target_out: Annotated[Path | None, typer.Option("--target-out", help="Also (without --to: only) write the target, as an ordinary transformers "
                                                                          "folder; tuned, where the head was trained with train.lora.")] = None,
@@ -53,11 +54,12 @@ def export_head(
         raise RecipeError(f"--dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
     folder = find_folder(ckpt.expanduser())
     from draftheads.eval.run import silence
-    from draftheads.eval.subject import load_target, open_checkpoint
+    from draftheads.eval.subject import open_checkpoint
     from draftheads.heads.formats.transfer import Tables, public_name
     from draftheads.heads.formats.transfer import export_head as export
     from draftheads.inference.saving import check_target_place, save_target
     from draftheads.inference.tables import read_tables
+    from draftheads.inference.target import load_target
 
     silence()
     checkpoint = open_checkpoint(ckpt, [] if target is None else [f"target.name={json.dumps(here(target))}"])

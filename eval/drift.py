@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.eval import subject
 from draftheads.eval.records import Block, Journal
 from draftheads.eval.work import Evaluation
-from draftheads.inference.target import Target
+from draftheads.inference.target import Target, load_target
 
 CHUNK = 256  # positions whose logits exist at one time
 STATEMENT = "Lossless is with respect to the tuned model, not the original."
@@ -35,7 +34,7 @@ def measure_drift(work: Evaluation, journal: Journal, blocks: Sequence[Block]) -
     answers = {c.request.id: c.tokens for b in blocks for c in next(iter(b.runs.values())).completions}
     answers |= {c.request.id: c.tokens for b in blocks if "none" in b.runs for c in b.runs["none"].completions}
     work.progress.stage("the original target, for comparison", len(work.prompts), "prompts")
-    original = subject.load_target(work.checkpoint.recipe.target, device=str(work.target.device))
+    original = load_target(work.checkpoint.recipe.target, device=str(work.target.device))
     sums = dict.fromkeys(("text", "text_original", "text_tuned", "answer", "kl", "agree"), 0.0)
     # A folder that `specdec export --target-out` wrote, named as the target, has no original to compare with.
     for prompt in work.prompts if original.adapter is None else []:

@@ -3,9 +3,9 @@
     open ─► prompts ─► target, drafters ─► costs and γ (calibration prompts) ─► blocks: every contender, in rotating order ─► untimed runs at
     eval.tau_gamma ─► summary ─► report.json, report.md, report.html
 
-Fairness: all drafters decode the same prompts on the same path in one process, interleaved prompt by prompt; `none` is that path without
-drafts; transformers' generate runs on every n-th block, in the same rotation, from a second, unmodified copy of the target. Prefill is
-outside every figure. γ is chosen on prompts that are not evaluated.
+Fairness: all drafters decode the same prompts on the same path in one process, interleaved prompt by prompt; `none` is that path without drafts;
+transformers' generate runs on every n-th block, in the same rotation, from a second copy of the target, unmodified but for a head's adapter. Prefill
+is outside every figure. γ is chosen on prompts that are not evaluated.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from draftheads.eval.work import SPARE, Evaluation
 from draftheads.inference import metrics
 from draftheads.inference.processors import wanted as wanted_history
 from draftheads.inference.requests import Completion
+from draftheads.inference.target import load_target
 from draftheads.recipes.files import locked, write_json, write_text
 
 
@@ -63,7 +64,7 @@ def evaluate(
     with locked(folder / ".eval.lock", f"evaluating into {folder}", "give this evaluation another folder: --out DIR"):
         with Progress(quiet=quiet) as progress:
             progress.stage(f"loading {checkpoint.recipe.target.name} and {checkpoint.name}", 1, "models")
-            target = subject.load_target(checkpoint.recipe.target, checkpoint.adapter, device=device)
+            target = load_target(checkpoint.recipe.target, checkpoint.adapter, device=device)
             room = section.max_new_tokens + SPARE
             prompts = subject.render_prompts(target, chosen, room)
             calibration = calibration_prompts(target, others, checkpoint, prompts, room)

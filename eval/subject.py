@@ -28,7 +28,7 @@ from draftheads.inference.requests import Request, Sampling
 from draftheads.inference.shapes import Dynamic, Sampled, Shape, parse_shape
 from draftheads.inference.target import Target
 from draftheads.recipes.files import sha256_file
-from draftheads.recipes.schema import EvalSection, Recipe, RecipeError, TargetSection, apply_override, validate
+from draftheads.recipes.schema import EvalSection, Recipe, RecipeError, apply_override, validate
 
 
 @dataclass
@@ -138,14 +138,6 @@ def request(prompt: Prompt, seed: int) -> Request:
 
 
 # ---- target and drafters
-
-
-def load_target(section: TargetSection, adapter: Adapter | None = None, *, device: str | None = None, packed: bool | str = "auto") -> Target:
-    """adapter: the checkpoint's, without which its target is not the one that the head was trained for."""
-    return Target.load(
-        section.name, revision=section.revision, dtype=section.dtype, device=device, trust_remote_code=section.trust_remote_code,
-        chat_template=section.chat_template, geometry=section.geometry, adapter=adapter, packed=packed,
-    )
 
 
 def load_drafters(checkpoint: Checkpoint, target: Target, names: Sequence[str]) -> dict[str, Drafter]:

@@ -19,7 +19,7 @@ from draftheads.inference.drafters.choose import check_draft, choose
 from draftheads.inference.requests import Limits, Sampling
 from draftheads.inference.sampling import check
 from draftheads.inference.shapes import Shape
-from draftheads.inference.target import Target
+from draftheads.inference.target import Target, load_target
 from draftheads.inference.text import TextStream
 from draftheads.recipes.schema import Recipe, RecipeError
 
@@ -46,7 +46,7 @@ def talk(recipe: Recipe, folder: Path | None, ask: Ask, *, device: str | None, s
         raise RecipeError("the prompt is empty")
     check(ask.sampling)
     check_draft(named_draft(folder, ask), ask.copy_first)
-    target = subject.load_target(recipe.target, None if folder is None else adapter_of(folder, read_meta(folder)), device=device)
+    target = load_target(recipe.target, None if folder is None else adapter_of(folder, read_meta(folder)), device=device)
     # A drafter made here, not a name for the decoder to choose by: how it copies, and whether a head drafts in int8, is what the recipe says, as in
     # specdec-eval. The library knows no recipe.
     drafter = load_drafter(recipe, folder, target, ask)

@@ -19,7 +19,7 @@ from draftheads.inference import measure
 from draftheads.inference.drafters.base import Drafter
 from draftheads.inference.drafters.choose import choose
 from draftheads.inference.requests import Limits
-from draftheads.inference.target import Target
+from draftheads.inference.target import Target, load_target
 from draftheads.inference.tree_search import Found, choose_static, measure_ranks, predict_static, save_tree, search_static
 from draftheads.recipes.schema import RecipeError
 
@@ -43,7 +43,7 @@ def search_tree(checkpoint: Checkpoint, *, nodes: int | None, depth: int, ranks:
     chosen, others, _ = subject.read_conversations(section)
     with Progress(quiet=quiet) as progress:
         progress.stage(f"loading {checkpoint.recipe.target.name} and {checkpoint.name}", 1, "models")
-        target = subject.load_target(checkpoint.recipe.target, checkpoint.adapter, device=device)
+        target = load_target(checkpoint.recipe.target, checkpoint.adapter, device=device)
         drafter = choose(checkpoint.folder if draft == "head" else draft, target, int8=subject.int8(section, target))
         room = section.max_new_tokens + SPARE
         found = calibration_prompts(target, others, checkpoint, subject.render_prompts(target, chosen, room), room, prompts)

@@ -76,6 +76,16 @@ def adapter_of(folder: str | os.PathLike[str], meta: HeadMeta) -> Adapter | None
     return None if meta.adapter is None else Adapter(existing_folder(folder) / ADAPTER, meta.adapter)
 
 
+def check_adapter(adapter: Adapter) -> None:
+    """RecipeError where one of its two files is missing, or is not the one that was written. Other names in draftheads.json count for nothing."""
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        path = adapter.folder / file
+        if not path.is_file():
+            raise RecipeError(f"no {file} in {adapter.folder}, and this head's target was tuned by it: copy the checkpoint with it")
+        if sha256_file(path) != adapter.files.get(file):
+            raise RecipeError(f"{path} is not the file that was written with this head (its sha256 differs): copy the checkpoint again")
+
+
 def save_head(head: DraftHead, folder: str | os.PathLike[str], meta: HeadMeta, adapter: Callable[[Path], None] | None = None) -> None:
     """Write the folder atomically. The same weights and meta give the same bytes. adapter: writes the target's adapter into a folder."""
     weights = {name: t.detach().cpu().contiguous() for name, t in head.state_dict().items()}
@@ -206,8 +216,15 @@ def check_weights(expected: dict[str, Tensor], found: dict[str, Tensor], where: 
 
 def _check_config(expected: dict[str, Any], found: dict[str, Any], where: Path) -> None:
     for key, value in json.loads(_json(expected)).items():
-        if key != "torch_dtype" and found.get(key) != value:
+        if key != "torch_dtype" and _said(found.get(key)) != _said(value):
             raise RecipeError(f"{where}: {key} is {found.get(key)!r}, {META} says {value!r}; neither may be edited alone")
+
+
+def _said(value: Any) -> Any:
+    """Without what is off: an option that is younger than the checkpoint is not in its file."""
+    if isinstance(value, dict):
+        return {k: _said(v) for k, v in value.items() if v is not False and v is not None}
+    return None if value is False else value
 
 
 def _ids(d2t_U: Tensor) -> Tensor:

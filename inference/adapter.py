@@ -18,11 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftheads.heads.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
+from draftheads.heads.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, check_adapter
 from draftheads.inference.gguf import one_line, quiet
-from draftheads.inference.saving import stamped_adapter
+from draftheads.inference.saving import STAMP, stamped_adapter
 from draftheads.inference.sources import Source
-from draftheads.recipes.files import sha256_file
 from draftheads.recipes.schema import LoraSection, RecipeError
 
 PREFIX = "base_model.model."
@@ -55,9 +54,9 @@ def check_modules(model: Any, names: Sequence[str] | None) -> None:
         found = [m for place, m in modules.items() if place == name or place.endswith("." + name)]
         if any(id(m) in borrowed for m in found):
             raise RecipeError(f"train.lora.target_modules has {name}, which the head borrows from the target and which stays as it is: leave it out")
-        if not found:
+        if not any(hasattr(m, "in_features") for m in found):
             known = sorted({place.rsplit(".", 1)[-1] for place, m in modules.items() if hasattr(m, "in_features") and id(m) not in borrowed})
-            raise RecipeError(f"train.lora.target_modules: the target has no layer {name}; it has {', '.join(known)}")
+            raise RecipeError(f"train.lora.target_modules: the target has no linear layer {name}; it has {', '.join(known)}")
 
 
 def write_adapter(wrapped: Any, base: str, revision: str | None, folder: Path) -> None:
@@ -74,7 +73,7 @@ def write_adapter(wrapped: Any, base: str, revision: str | None, folder: Path) -
 
 def tune(model: Any, source: Source, adapter: Adapter | None) -> Adapter | None:
     """What is in the weights of a model that was just loaded from `source`: `adapter`, merged now, or what the folder was saved with."""
-    merged = stamped_adapter(source.path) if source.local else None
+    merged = stamped_adapter(source.path if source.local else _downloaded(source))
     if adapter is None or adapter == merged:
         return merged
     if merged is not None:
@@ -83,24 +82,31 @@ def tune(model: Any, source: Source, adapter: Adapter | None) -> Adapter | None:
     return adapter
 
 
+def _downloaded(source: Source) -> Path | None:
+    """The folder of a Hub target's stamp, which a tuned target keeps when it is pushed; None if it has none."""
+    from transformers.utils import cached_file
+
+    file = cached_file(source.path, STAMP, revision=source.revision, _raise_exceptions_for_missing_entries=False,
+                       _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False)
+    return None if file is None else Path(file).parent
+
+
 @torch.no_grad()
 def merge_adapter(model: Any, adapter: Adapter, name: str) -> None:
     """Into the model's weights, in place. RecipeError: files that are missing, altered, or made for another model; name: the model's, for it."""
-    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        path = adapter.folder / file
-        if not path.is_file():
-            raise RecipeError(f"no {file} in {adapter.folder}, and this head's target was tuned by it: copy the checkpoint with it")
-        if file not in adapter.files or sha256_file(path) != adapter.files[file]:
-            raise RecipeError(f"{path} is not the file that was written with this head (its sha256 differs): copy the checkpoint again")
+    check_adapter(adapter)
     scale, pairs = _read(adapter.folder)
     borrowed = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     layers: dict[str, nn.Linear] = {}
     for place, (A_RI, B_OR) in pairs.items():  # all are looked at before any is changed
         layer = _layer(model, place)
-        shape = tuple(layer.weight.shape) if isinstance(layer, nn.Linear) else None
+        # No subclass: those of quantised models hold codes, to which the sum would be rounded back.
+        plain = type(layer) is nn.Linear and layer.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        shape = tuple(layer.weight.shape) if plain and isinstance(layer, nn.Linear) else None
         wanted = (B_OR.shape[0], A_RI.shape[1])
         if not isinstance(layer, nn.Linear) or id(layer) in borrowed or shape != wanted:
-            has = "no linear layer there" if shape is None else f"{shape} there" if shape != wanted else "a table there that the head borrows"
+            odd = f"{shape} there" if shape != wanted else "a table there that the head borrows"
+            has = "no unquantised linear layer there" if shape is None else odd
             raise RecipeError(f"{adapter.folder} is no adapter of {name}: it adapts {place} {wanted}, the target has {has}")
         layers[place] = layer
     for place, (A_RI, B_OR) in pairs.items():

@@ -79,8 +79,8 @@ def timed_decode(
 
 
 def plain_model(target: Target, *, trust_remote_code: bool = False) -> Any:
-    """The target once more as transformers gives it: weights unpacked, its own attention, no defaults of generation_config but the plain
-    ones (a repetition penalty would make another model of it)."""
+    """The target once more as transformers gives it (an adapter merged): weights unpacked, its own attention, no defaults of generation_config but
+    the plain ones (a repetition penalty would make another model of it)."""
     from transformers import GenerationConfig
 
     source = sources.locate(target.name, target.revision)

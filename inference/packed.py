@@ -29,6 +29,7 @@ class Packed:
     """A weight in oneDNN's layout. Not a module: the packed tensor is opaque (no storage), so it must not travel with .to() or state_dict."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.in_features = weight_OI.shape[1]
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), None)
         self.bias_O = None if bias_O is None else bias_O.detach().clone()
         self.x: Tensor | None = None  # PackedSlice's memory of the product that its siblings share
@@ -58,6 +59,7 @@ class PackedSlice(nn.Module):
 
     def __init__(self, product: Packed, start: int, stop: int, first: bool, last: bool) -> None:
         super().__init__()
+        self.in_features, self.out_features = product.in_features, stop - start
         self.product, self.start, self.stop, self.first, self.last = product, start, stop, first, last
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ def save_target(model: Any, tokenizer: Any, out: str | os.PathLike[str], *, targ
         raise RecipeError("a packed model has no weights that could be saved: load it with packed=False")
     with atomic_folder(out) as part:
         write_target(model, tokenizer, part)
-        write_json(part / STAMP, {"target": target, "adapter": None if adapter is None else adapter.files})
+        files = sorted(p.name for p in part.iterdir())
+        write_json(part / STAMP, {"target": target, "adapter": None if adapter is None else adapter.files, "files": files})
     return Path(out)
 
 
@@ -43,7 +44,10 @@ def write_target(model: Any, tokenizer: Any, folder: Path) -> None:
     config = type(model.config).from_dict({k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
         plain = type(model)(config)
-    plain.load_state_dict(model.state_dict(), assign=True)
+    try:
+        plain.load_state_dict(model.state_dict(), assign=True)
+    except RuntimeError as error:  # weights that are still codes, with their scales beside them
+        raise RecipeError(f"this target's weights are quantised and cannot be written as plain ones: {' '.join(str(error).split())[:200]}") from None
     plain.tie_weights()
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
@@ -55,16 +59,34 @@ def write_target(model: Any, tokenizer: Any, folder: Path) -> None:
 def check_target_place(out: str | os.PathLike[str]) -> None:
     """RecipeError where `out` is there and no target that we wrote."""
     out = Path(out)
-    if out.is_dir() and (not any(out.iterdir()) or (out / STAMP).is_file()) or not out.exists():
+    if not out.exists() or out.is_dir() and not any(out.iterdir()):
         return
     what = "holds something else than a target that we wrote" if out.is_dir() else "is a file"
+    if (out / STAMP).is_file():
+        try:
+            written = {*_stamp(out / STAMP)["files"], STAMP}
+        except (OSError, ValueError, KeyError, TypeError):
+            written = {STAMP}
+        foreign = sorted(p.name for p in out.iterdir() if p.name not in written)
+        if not foreign:
+            return
+        what = f"holds {foreign[0]}, which no export wrote"
     raise RecipeError(f"{out} {what}: choose another folder, or remove it")
 
 
-def stamped_adapter(folder: str | os.PathLike[str]) -> Adapter | None:
-    """What is merged into the weights of a folder that save_target wrote; None for a folder as published."""
-    try:
-        found = json.loads((Path(folder) / STAMP).read_text(encoding="utf-8"))["adapter"]
-    except (OSError, ValueError, KeyError, TypeError):
+def stamped_adapter(folder: str | os.PathLike[str] | None) -> Adapter | None:
+    """What is merged into the weights of a folder that save_target wrote; None for a folder as published, or for no folder. RecipeError for a stamp
+    that says nothing: merging an adapter twice would be seen nowhere."""
+    stamp = None if folder is None else Path(folder) / STAMP
+    if stamp is None or not stamp.exists():
         return None
-    return Adapter(Path(folder), found) if isinstance(found, dict) else None
+    try:
+        found = _stamp(stamp)["adapter"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RecipeError(f"{stamp} cannot be read, and it says which adapter is merged into these weights: export the target again") from None
+    return Adapter(stamp.parent, found) if isinstance(found, dict) else None
+
+
+def _stamp(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -25,7 +25,7 @@ from draftheads.inference.cache import SlotCache
 from draftheads.inference.graphs import Graphs
 from draftheads.inference.packed import can_pack, pack_linears
 from draftheads.inference.taps import Tapped, Taps
-from draftheads.recipes.schema import Geometry, RecipeError
+from draftheads.recipes.schema import Geometry, RecipeError, TargetSection
 
 
 class Target:
@@ -200,6 +200,16 @@ class Target:
             window = self.window if kind == "sliding_attention" else None
             by_type[kind] = None if mask_BTS is None else self.shaped_mask(mask_BTS, positions_BT, start_B, window)  # type: ignore[arg-type]
         return by_type if len(by_type) > 1 else next(iter(by_type.values()))
+
+
+def load_target(
+    section: TargetSection, adapter: Adapter | None = None, *, device: torch.device | str | None = None, packed: bool | str = "auto"
+) -> Target:
+    """A recipe's target as its section says. adapter: the checkpoint's, without which its target is not the one that the head was trained for."""
+    return Target.load(
+        section.name, revision=section.revision, dtype=section.dtype, device=device, trust_remote_code=section.trust_remote_code,
+        chat_template=section.chat_template, geometry=section.geometry, adapter=adapter, packed=packed,
+    )
 
 
 def _is_chain(tree: DraftTree) -> bool:

@@ -183,6 +183,7 @@ class EvalSection(Section):
     tree: str = Field("chain", description="what head, draft_model, mtp (and suffix, if dynamic) grow; see inference/shapes.py")
     gamma: int | Literal["auto"] = Field("auto", description="draft length of the timed runs; auto: chosen from the measured costs")
     tau_gamma: int = Field(4, ge=1, le=MOST_DRAFTED, description="draft length at which the head's τ is reported")
+    costs: bool = Field(True, description="measure what drafting and verifying cost here; false: acceptance only, gamma must be given")
     draft_weights: Literal["auto", "float32", "int8"] = Field("auto", description="auto: int8 on CPUs that can, else the target's dtype")
     ngram: NgramSection = NgramSection()
     suffix: SuffixSection = SuffixSection()
@@ -204,6 +205,8 @@ class EvalSection(Section):
     def _model(self) -> EvalSection:
         if self.gamma != "auto" and not 1 <= self.gamma <= MOST_DRAFTED:
             raise ValueError(f"eval.gamma is {self.gamma}; wanted 'auto' or a draft length of 1 … {MOST_DRAFTED}")
+        if self.gamma == "auto" and not self.costs:
+            raise ValueError("eval.costs is false, and gamma auto is chosen by them: give a draft length (--gamma 4)")
         if ("draft_model" in self.drafters) != (self.draft_model is not None):
             wanted = f"add draft_model to drafters ({', '.join(self.drafters)})" if self.draft_model else "name it: draft_model: NAME"
             raise ValueError(f"drafter draft_model and the model that drafts belong together; {wanted}")

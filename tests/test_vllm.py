@@ -39,8 +39,9 @@ from draftheads.inference.target import Target
 from draftheads.train.align import align
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-heads = pytest.importorskip("heads", reason="benchmarks/heads.py")
-judge = pytest.importorskip("judge", reason="benchmarks/judge.py")
+import judge
+
+import heads  # noqa: TID251 - benchmarks/heads.py
 
 pytestmark = pytest.mark.vllm
 GAMMA, FITTED = 3, 40

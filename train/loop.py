@@ -80,7 +80,7 @@ def fit(
             if on_cpu or log_now or save_now:
                 totals = window.totals(accelerator)
                 figures = summarise(totals, steps)
-                _check_finite(figures["loss"], done, ckpt)
+                _check_finite(figures["loss"] + figures.get("kl", 0.0), done, ckpt)
                 view.show(figures, (cost[total] - cost[done]) / (cost[done] - cost[begin]))
             if log_now:
                 trackers.log(done, {**figures, "epoch": epoch, "lr": lr, "grad_norm": float(norm), "unroll": steps,

@@ -35,7 +35,8 @@ from draftheads.heads.checkpoint import HeadMeta, read_meta, save_head
 from draftheads.heads.formats.transfer import public_name
 from draftheads.heads.losses import CONFIDENCE, STATES
 from draftheads.inference.adapter import check_modules, write_adapter
-from draftheads.inference.target import Target
+from draftheads.inference.saving import STAMP
+from draftheads.inference.target import load_target
 from draftheads.recipes.files import recover_folder, write_json, write_text
 from draftheads.recipes.schema import Geometry, Recipe, RecipeError
 from draftheads.train.examples import Examples, draft_vocabulary, key, survey, target_features, vocabulary_bounds
@@ -69,9 +70,14 @@ def main(recipe: Recipe) -> int:
 
 def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     section, final = recipe.train, recipe.run_dir / "ckpt" / "final"
-    target = load_target(recipe, accelerator.device)
+    target = load_target(recipe.target, device=accelerator.device)
+    if target.adapter is not None:
+        raise RecipeError(f"{recipe.target.name} is the tuned target of another head (specdec export --target-out): a head trained on it could not "
+                          f"be told from that one's; train on a copy without {STAMP}, which is a model like any other")
     if section.lora is not None:
         check_modules(target.model, section.lora.target_modules)
+        if getattr(target.model.config, "quantization_config", None):
+            raise RecipeError("train.lora cannot be merged into a quantised target: name the unquantised one")
     size = getattr(head_config(recipe.head, target.geometry), "draft_vocab_size", None)
     if size is not None:  # before the long work
         vocabulary_bounds(size, target)
@@ -93,7 +99,8 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     if section.lora is not None:
         torch.manual_seed(key(section.seed, 0))  # of its own, so that the head begins as it does without an adapter
         taps = head_config(recipe.head, target.geometry).taps
-        tuned = Tuned(load_target(recipe, accelerator.device, packed=False), section.lora, tuple(taps))
+        own = target if not online and not target.packed else load_target(recipe.target, device=accelerator.device, packed=False)
+        tuned = Tuned(own, section.lora, tuple(taps))
     torch.manual_seed(section.seed)
     head = build_head(recipe.head, target.geometry, draft_ids)
     head.borrow(target.embed_VD, target.lm_head_VD)
@@ -135,12 +142,6 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     accelerator.wait_for_everyone()
     say(f"done: {final}  (teacher-forced τ {figures['tau']:.2f}, loss {figures['loss']:.3f}); measure it: specdec-eval --ckpt {recipe.run_dir}")
     return 0
-
-
-def load_target(recipe: Recipe, device: torch.device, packed: bool | str = "auto") -> Target:
-    t = recipe.target
-    return Target.load(t.name, revision=t.revision, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code,
-                       chat_template=t.chat_template, geometry=t.geometry, packed=packed)
 
 
 def check_head(recipe: Recipe, geometry: Geometry) -> None:

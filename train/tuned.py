@@ -86,7 +86,8 @@ class Tuned(nn.Module):
     def forward(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """-> final_BTD, features_BTF, float32. Rows are padded at their right, so that causal attention alone hides the padding."""
         decoder, layers = self._parts
-        with Tapped(layers, self.taps) as tapped:
+        # In its own dtype, as it will decode: under autocast even an adapter without effect would seem to have moved it.
+        with torch.autocast(ids_BT.device.type, enabled=False), Tapped(layers, self.taps) as tapped:
             final_BTD = decoder(input_ids=ids_BT, use_cache=False).last_hidden_state
             features_BTF = tapped.features(final_BTD)
         assert features_BTF is not None

@@ -212,7 +212,9 @@ def read_eagle1(raw: Raw, geometry: Geometry, ours: bool, bias: bool = True) -> 
     weights, facts = renamed(raw.tensors, {}), []
     if weights.pop("embed_tokens.weight", None) is not None:
         facts.append("its embedding was left out: the target's is used, as in the engines")
-    biased = c.get("bias", True)  # absent means true
+    biased = c.get("bias", True)  # absent means true; engines that always have one are given zeros
+    if "fc.bias" in weights and not biased and not bool(weights["fc.bias"].any()):
+        del weights["fc.bias"]
     if bool(biased) != ("fc.bias" in weights) and "bias" in c and not ours:
         raise RecipeError(f"{where}: config.json says bias {biased}, and fc.bias is {'there' if 'fc.bias' in weights else 'missing'}: they disagree")
     if "fc.bias" in weights and not bool(weights["fc.bias"].any()):

@@ -37,7 +37,7 @@ def open_export(folder: Path, meta: HeadMeta, *, allow_pickle: bool = False) -> 
                           f"{meta.own or 'those of the target'}: neither may be edited alone")
     section = plain(found.section)
     for key, value in section.items():
-        if value is not None and meta.head.get(key) != value:
+        if value is not None and meta.head.get(key, False) != value:  # absent: younger than the folder, and off
             raise RecipeError(f"{folder}: {key} is {value!r} by its config and tensors, {META} says {meta.head.get(key)!r}; neither may be "
                               "edited alone")
     if list(meta.taps) != list(meta.head.get("taps", ())):

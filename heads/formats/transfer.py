@@ -21,7 +21,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.checkpoint import ADAPTER, CONFIG, META, HeadMeta, adapter_of, load_head, read_meta, save_head
+from draftheads.heads.checkpoint import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    META,
+    HeadMeta,
+    adapter_of,
+    check_adapter,
+    load_head,
+    read_meta,
+    save_head,
+)
 from draftheads.heads.formats import Files, Found, Raw, Tables, layout
 from draftheads.heads.formats.compare import compare
 from draftheads.heads.formats.detect import PICKLES, SAFETENSORS
@@ -77,13 +89,12 @@ def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[st
     files: Files = module.export(head, meta, tables)
     adapter = adapter_of(ckpt, meta)
     if adapter is not None:
+        check_adapter(adapter)
         files.notes[:0] = [TUNED]
     with atomic_folder(out) as part:
         if adapter is not None:
             (part / ADAPTER).mkdir()
-            for file in adapter.files:
-                if not (adapter.folder / file).is_file():
-                    raise RecipeError(f"no {file} in {adapter.folder}, and this head's target was tuned by it: copy the checkpoint with it")
+            for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 shutil.copyfile(adapter.folder / file, part / ADAPTER / file)
         written = write(part, files, head, meta, kind, getattr(module, "WEIGHTS", SAFETENSORS[0]))
         again, _ = open_export(part, written, allow_pickle=True)

@@ -32,7 +32,8 @@ from draftheads.recipes.schema import Geometry, RecipeError
 
 _WARNINGS = {
     "medusa": " More tokens than the head has heads would leave vLLM with random ones.",
-    "dflash": " No other number of tokens: the head was trained on blocks of one length.",
+    "dflash": " No other number of tokens: the head was trained on blocks of one length. vLLM 0.32 on a CPU reads heads of several layers "
+              "otherwise, and accepts less.",
     "dspark": " No other number of tokens: the head was trained on blocks of one length. It needs vLLM's model runner V2, hence a GPU.",
 }
 
@@ -86,7 +87,7 @@ def _read_block(raw: Raw, geometry: Geometry, ours: bool) -> Found:
     in dflash_config, which goes first, or at the top."""
     c, where, V = raw.config, raw.where, geometry.vocab_size
     facts: list[str] = []
-    kind = "dspark" if "markov_rank" in c else "dflash"
+    kind = "dspark" if {**c, **(c.get("dflash_config") or {})}.get("markov_rank") else "dflash"
     inner = {**(c if kind == "dspark" else {}), **(c.get("dflash_config") or {})}
     outputs, token, block = inner.get("target_layer_ids"), inner.get("mask_token_id"), c.get("block_size")
     if not outputs or token is None or block is None:
