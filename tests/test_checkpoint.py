@@ -147,3 +147,20 @@ def test_damaged_folders_are_refused(target, tmp_path):
     assert "not a draftheads checkpoint" in refused(tmp_path / "nowhere")
     with pytest.raises(RecipeError):
         read_meta(tmp_path)
+
+
+def test_a_checkpoint_from_before_an_option_opens(target, tmp_path):
+    """Files as they were written before EAGLE-3 knew norm_before_fc and norm_before_residual: what is not there is off. What is on must be there."""
+    head = make(target)
+    save_head(head, tmp_path / "a", META)
+    config, said = (json.loads((tmp_path / "a" / name).read_text()) for name in ("config.json", "draftheads.json"))
+    for key in ("norm_before_fc", "fc_bias", "norm_before_residual"):
+        config.pop(key, None), said["head"].pop(key, None), config["eagle_config"].pop(key, None)
+    said.pop("adapter")
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "a" / "draftheads.json").write_text(json.dumps(said))
+    loaded, _ = load_head(tmp_path / "a", geometry=target.geometry)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), head.state_dict().values(), strict=True))
+    (tmp_path / "a" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "norm_output"}))
+    with pytest.raises(RecipeError, match="norm_output is None"):
+        load_head(tmp_path / "a", geometry=target.geometry)

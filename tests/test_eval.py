@@ -18,7 +18,7 @@ from draftheads.eval import calibrate, subject, summary
 from draftheads.eval.blocks import also_transformers
 from draftheads.eval.cost_model import Costs, choose_gamma, predict
 from draftheads.eval.lossless import compare, first_difference, target_logits, tie_bound
-from draftheads.eval.records import Journal
+from draftheads.eval.records import Journal, read_journal
 from draftheads.eval.run import _rounds_ran, evaluate
 from draftheads.eval.stats import Throughput, ratio_interval
 from draftheads.eval.summary import schema
@@ -262,6 +262,18 @@ def test_sampling_in_batches_is_judged_by_z(target_folder, tmp_path, monkeypatch
     assert report["losslessness"]["pairs"] == {}
     assert timed_at == [2]  # costs at the evaluation's own batch size
     assert report["summary"]["speedup_vs_transformers"] is None
+
+
+def test_acceptance_alone_costs_no_measuring_and_end_tokens_may_be_ignored(target_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "sample_costs", lambda *a, **k: pytest.fail("measured costs"))
+    folder = make_checkpoint(tmp_path, target_folder, costs=False, gamma=2, tau_gamma=2, ignore_eos=True, drafters=["none", "head"],
+                             transformers_fraction=1.0)
+    report = valid(evaluate(subject.open_checkpoint(folder), quiet=True).report)
+    assert report["cost_model"] is None and report["by_drafter"]["head"]["gamma"] == {"head": 2} and report["ok"]
+    blocks = [e for e in read_journal(folder / "report" / "records.jsonl") if e["kind"] == "block"]
+    assert {len(row["tokens"]) for b in blocks for run in b["runs"].values() for row in run["rows"]} == {12}
+    with pytest.raises(RecipeError, match="gamma auto is chosen by them"):
+        subject.open_checkpoint(folder, ["eval.gamma=auto"])
 
 
 EVERYTHING = ["none", "ngram", "suffix", "head", "composite", "draft_model"]

@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 import tiny
 from draftheads.data.distill import distill
@@ -25,10 +26,11 @@ from draftheads.eval.drift import compare
 from draftheads.eval.run import evaluate
 from draftheads.eval.summary import schema
 from draftheads.heads import build_head
-from draftheads.heads.checkpoint import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, adapter_of, read_meta
+from draftheads.heads.checkpoint import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, META, Adapter, adapter_of, read_meta
 from draftheads.inference import SpeculativeDecoder, generate
-from draftheads.inference.adapter import check_modules
-from draftheads.inference.saving import save_target
+from draftheads.inference.adapter import check_modules, tune
+from draftheads.inference.saving import STAMP, save_target
+from draftheads.inference.sources import Source
 from draftheads.inference.target import Target
 from draftheads.recipes.schema import LoraSection, Recipe, RecipeError, TrainSection
 from draftheads.train import run
@@ -105,9 +107,12 @@ def test_the_kl_and_its_gradient_are_those_of_the_slow_twin(changes):
         assert torch.allclose(found[name], p.grad, rtol=1e-3, atol=1e-6), name
 
 
-def test_the_kl_and_its_gradient_are_zero_at_the_start():
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_kl_and_its_gradient_are_zero_at_the_start(mixed):
+    """Under autocast too: rounding must not pass for a target that has moved."""
     step, _, rows = parts()
-    _, sums = run_step(step, rows, TrainSection(lora=LoraSection()), weight=1e-30)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        _, sums = run_step(step, rows, TrainSection(lora=LoraSection()), weight=1e-30)
     assert abs(sums["kl"].item()) < 1e-5
     assert max(p.grad.abs().max().item() for p in step.tuned.adapter().values()) < 1e-4
 
@@ -168,11 +173,13 @@ def test_the_adapter_has_its_own_rate_and_the_head_its_weight():
 def test_bad_sections_are_one_line():
     with pytest.raises(ValueError, match="feature_noise"):
         TrainSection(feature_noise=0.1, lora=LoraSection())
-    model = tiny.model()
-    with pytest.raises(RecipeError, match="no layer q_porj; it has down_proj, gate_proj, k_proj"):
-        check_modules(model, ["q_porj"])
-    with pytest.raises(RecipeError, match="lm_head, which the head borrows"):
-        check_modules(model, ["q_proj", "lm_head"])
+    packed = Target.from_model(tiny.model(), tiny.tokenizer(), packed=True).model  # as training sees it on a CPU
+    for model in (tiny.model(), packed):
+        for name in ("q_porj", "mlp", "norm"):
+            with pytest.raises(RecipeError, match=f"no linear layer {name}; it has down_proj, gate_proj, k_proj, o_proj, q_proj"):
+                check_modules(model, [name])
+        with pytest.raises(RecipeError, match="lm_head, which the head borrows"):
+            check_modules(model, ["q_proj", "lm_head"])
 
 
 # ---- whole runs
@@ -364,10 +371,53 @@ def test_a_missing_or_altered_adapter_is_one_line(trained, tmp_path, harm, said)
 def test_a_foreign_adapter_is_one_line(trained, tmp_path):
     meta = read_meta(final(trained))
     adapter = adapter_of(final(trained), meta)
-    for changes, said in (({"num_hidden_layers": 2}, "no linear layer there"), ({"intermediate_size": 80}, r"the target has \(.*\) there")):
+    for changes, said in (({"num_hidden_layers": 2}, "no unquantised linear layer"), ({"intermediate_size": 80}, r"the target has \(.*\) there")):
         other = tiny.save(tmp_path / said[:5], **changes)
         with pytest.raises(RecipeError, match=f"is no adapter of .*{said}"):
             Target.load(str(other), dtype="float32", adapter=adapter)
+
+
+def test_names_in_draftheads_json_lead_nowhere_else(trained, tmp_path, capsys):
+    """A checkpoint may come from anywhere: its list of files is no list of places to write."""
+    folder = tmp_path / "final"
+    shutil.copytree(final(trained), folder)
+    said = json.loads((folder / META).read_text())
+    (folder / "secret").write_text("x")
+    said["adapter"]["../../leaked"] = said["adapter"]["../secret"] = "00"
+    (folder / META).write_text(json.dumps(said))
+    assert specdec("export", "--ckpt", folder, "--to", "vllm", "--out", tmp_path / "a" / "out") == 0
+    assert sorted(p.name for p in (tmp_path / "a").rglob("*") if p.is_file()) == sorted(
+        [ADAPTER_CONFIG, ADAPTER_WEIGHTS, META, "README.md", "config.json", "model.safetensors"])
+    altered = folder / ADAPTER / ADAPTER_CONFIG
+    altered.write_text(altered.read_text() + " ")
+    assert specdec("export", "--ckpt", folder, "--to", "vllm", "--out", tmp_path / "b") == 2
+    assert "its sha256 differs" in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
+def test_a_tuned_target_is_merged_once_and_trains_no_other_head(trained, distilled, tmp_path, monkeypatch):
+    tuned = tmp_path / "tuned"
+    assert specdec("export", "--ckpt", final(trained), "--target-out", tuned) == 0
+    adapter = adapter_of(final(trained), read_meta(final(trained)))
+    expected = AutoModelForCausalLM.from_pretrained(tuned).state_dict()
+
+    # From the Hub, where its stamp went along.
+    source = Source("ORG/tuned", "ORG/tuned", local=False)
+    monkeypatch.setattr("transformers.utils.cached_file", lambda path, name, **options: str(tuned / name))
+    model = AutoModelForCausalLM.from_pretrained(tuned)
+    assert tune(model, source, adapter) == adapter
+    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+
+    recipe = new_run(distilled, tmp_path / "run", None)
+    recipe = recipe.model_copy(update={"target": recipe.target.model_copy(update={"name": str(tuned), "geometry": None})})
+    with pytest.raises(RecipeError, match="tuned target of another head"):
+        run.main(recipe)
+    # What somebody put beside it is not swept away, and a stamp that says nothing is no licence to merge again.
+    (tuned / "LICENSE").write_text("mine")
+    with pytest.raises(RecipeError, match="holds LICENSE, which no export wrote"):
+        save_target(tiny.model(), tiny.tokenizer(), tuned)
+    (tuned / STAMP).write_text("{")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        Target.load(str(tuned), dtype="float32", adapter=adapter)
 
 
 # ---- the report
@@ -432,7 +482,7 @@ def test_export_takes_the_adapter_along_and_writes_the_tuned_target(trained, tmp
     assert meta.adapter == read_meta(final(trained)).adapter
 
     # The folder is an ordinary one, and its model is what peft merges.
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     plain, merged = AutoModelForCausalLM.from_pretrained(tuned), peft_merged(trained)
     for name, tensor in merged.state_dict().items():
