@@ -35,7 +35,8 @@ TREE = "dynamic:depth=5,top_k=8,nodes=24"
 
 @dataclass
 class Head:
-    """recipe: in recipes/; sets: overrides of it; method: vLLM's name, None where no engine loads it; reason: why not, for the table."""
+    """recipe: in recipes/; sets: overrides of it; method: vLLM's name, None where no engine loads it; reason: why not, for the table; tunes: has a
+    target of its own."""
 
     recipe: str
     sets: dict[str, Any] = field(default_factory=dict)
@@ -45,12 +46,13 @@ class Head:
     gamma: int = GAMMA
     trees: bool = True
     reason: str = ""
+    tunes: bool = False
 
 
 HEADS = {
     # vLLM serves a reduced vocabulary of Medusa's with one lm_head only.
     "Medusa-1": Head("medusa", {"head.freeze_lm_head": True}, entry="medusa", method="medusa"),
-    "Medusa-2": Head("medusa2", {"head.freeze_lm_head": True}, entry="medusa", method="medusa"),
+    "Medusa-2": Head("medusa2", {"head.freeze_lm_head": True}, entry="medusa", method="medusa", tunes=True),
     "Hydra++": Head("hydra", {"head.prefix_layer": True}, entry="medusa", reason="no engine loads Hydra"),
     # EAGLE-1's layout knows no reduced vocabulary.
     "EAGLE-1": Head("eagle", {"head.draft_vocab_size": None}, method="eagle"),
@@ -68,11 +70,12 @@ HEADS = {
 
 @dataclass
 class Place:
-    """limit: prompts to distil, None: the recipe's number; minutes: of one core, for training a head."""
+    """limit: prompts to distil, None: the recipe's number; minutes: of one core, for training a head; steps: optimizer steps instead of minutes."""
 
     folder: Path
     limit: int | None = None
     minutes: float = MINUTES
+    steps: int | None = None
 
     def run(self, name: str) -> Path:
         return self.folder / name
@@ -121,6 +124,9 @@ def probe(place: Place, name: str) -> None:
     head, run = HEADS[name], place.folder / f"{name}-probe"
     if "steps" in place.results(name):
         return
+    if place.steps is not None:
+        place.keep(name, steps=place.steps)
+        return
     call([*entry_of(head), *sets_of(head, place, run, **{"train.steps": PROBE_STEPS, "train.log_every": 1})], 1)
     records = [json.loads(line) for line in (run / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     steps, seconds = budget(records, place.minutes)
@@ -165,7 +171,7 @@ def engine(place: Place, name: str) -> None:
         ckpt, target = place.run(name), None
     else:
         ckpt, target = place.folder / "export" / name, place.folder / "target"
-        if name.endswith("-2"):  # Medusa-2's target is its own
+        if head.tunes:
             target = place.folder / f"target-{name}"
         also = [] if target.exists() else ["--target-out", str(target)]
         call([sys.executable, "-m", "draftheads.eval.cli", "export", "--ckpt", str(place.run(name)), "--to", "vllm", "--out", str(ckpt), *also],
