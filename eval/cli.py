@@ -1,7 +1,7 @@
 """The two commands, `specdec` and `specdec-eval`. Only typer is imported here: torch and transformers wait until a command runs.
 
 Exit codes: 0 well, 1 the evaluation found a fault (or a bug of ours: its traceback is in a file whose path is printed), 2 bad input, one
-line that says what to mend, 130 interrupted, 141 nobody reads the output any more (`| head`).
+line that says what to mend, 130 interrupted, 143 stopped by SIGTERM, 141 nobody reads the output any more (`| head`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,8 +53,9 @@ def main_eval() -> None:
 def guard(name: str, command: Callable[[], Any]) -> int:
     """Run a command; turn every way of failing into one line on stderr and an exit code."""
     try:
-        result = command()
-        sys.stdout.flush()
+        with _sigterm_unwinds():
+            result = command()
+            sys.stdout.flush()
     except BrokenPipeError:
         return _reader_left()
     except RecipeError as error:
@@ -64,7 +67,7 @@ def guard(name: str, command: Callable[[], Any]) -> int:
             return _reader_left()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        if isinstance(error, OSError) and (line := blocked(error)) is not None:
+        if (line := blocked(error)) is not None:
             return _say(name, f"error: {_one_line(line)}", 2)
         usage = getattr(error, "format_message", None)  # click's own errors, whichever click typer brings along
         if usage is not None:
@@ -73,6 +76,24 @@ def guard(name: str, command: Callable[[], Any]) -> int:
             traceback.print_exc(file=log)
         return _say(name, f"unexpected {type(error).__name__}: {_one_line(str(error))[:300]}; the traceback is in {log.name}", 1)
     return result if isinstance(result, int) else 0
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM as SystemExit(143), so that what is half-written is removed. The second one kills."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def unwind(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _reader_left() -> int:

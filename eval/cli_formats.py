@@ -11,6 +11,7 @@ import typer
 from draftheads.eval.cli_generate import CkptOption, JsonOption, here
 from draftheads.heads.formats import FORMATS, layout_name
 from draftheads.inference.checkpoints import find_folder
+from draftheads.recipes.files import folder_place
 from draftheads.recipes.schema import RecipeError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -58,14 +59,19 @@ def export_head(
     from draftheads.heads.formats.transfer import Tables, public_name
     from draftheads.heads.formats.transfer import export_head as export
     from draftheads.inference.saving import check_target_place, save_target
+    from draftheads.inference.sources import locate
     from draftheads.inference.tables import read_tables
     from draftheads.inference.target import load_target
 
     silence()
     checkpoint = open_checkpoint(ckpt, [] if target is None else [f"target.name={json.dumps(here(target))}"])
     report, lines, section, loaded = {}, [], checkpoint.recipe.target, None
+    goal = out or (checkpoint.run / "export" / (to or "") if checkpoint.run is not None else folder.with_name(f"{folder.name}-{to}"))
+    if to is not None:  # before the long work
+        _apart(folder_place(goal := goal.expanduser()), target_out)
     if target_out is not None:
-        check_target_place(target_out := target_out.expanduser())
+        source = locate(section.name, section.revision)
+        check_target_place(target_out := target_out.expanduser(), source.path if source.local else None)
         asked = section if dtype is None else section.model_copy(update={"dtype": dtype})
         loaded = load_target(asked, checkpoint.adapter, device="cpu", packed=False)
     if to is not None:
@@ -74,8 +80,7 @@ def export_head(
         if found is None:
             loaded = loaded or load_target(section, checkpoint.adapter, device="cpu")
             found = loaded.embed_VD, loaded.lm_head_VD, loaded.geometry
-        goal = out or (checkpoint.run / "export" / to if checkpoint.run is not None else folder.with_name(f"{folder.name}-{to}"))
-        made = export(folder, to, goal.expanduser(), Tables(found[0], found[1]), dtype=dtype, geometry=found[2])
+        made = export(folder, to, goal, Tables(found[0], found[1]), dtype=dtype, geometry=found[2])
         report = made.as_json()
         lines.append(f"wrote {goal}: {made.tensors} tensors, logits as the checkpoint's (difference {made.difference:.0e})")
     if target_out is not None and loaded is not None:
@@ -113,11 +118,19 @@ def import_head(
     from draftheads.inference.sources import read_geometry
 
     silence()
+    folder_place(out := out.expanduser())
     name = here(target)
     geometry = read_geometry(name, target_revision, trust_remote_code)
-    report = read(ckpt, out.expanduser(), name, geometry, from_=from_, revision=target_revision, source_revision=revision,
+    report = read(ckpt, out, name, geometry, from_=from_, revision=target_revision, source_revision=revision,
                   allow_pickle=allow_pickle)
     _say(report.as_json(), as_json, f"wrote {out}: {report.tensors} tensors, read as {report.layout}; measure it: specdec-eval --ckpt {out}")
+
+
+def _apart(head: Path, target_out: Path | None) -> None:
+    """RecipeError where one of the two folders is the other, or lies in it: the one that is written last would replace, or refuse, the first."""
+    target = None if target_out is None else folder_place(target_out.expanduser())
+    if target is not None and (head.is_relative_to(target) or target.is_relative_to(head)):
+        raise RecipeError(f"the head goes to {head} and the target to {target}: give them two folders beside each other (--out, --target-out)")
 
 
 def _say(report: dict[str, Any], as_json: bool, line: str) -> None:

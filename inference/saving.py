@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from draftheads.heads.checkpoint import Adapter
-from draftheads.recipes.files import atomic_folder, write_json
+from draftheads.recipes.files import atomic_folder, folder_place, write_json
 from draftheads.recipes.schema import RecipeError
 
 # Which target a folder holds; also how a folder is known to be ours, and may be written again.
@@ -56,16 +56,19 @@ def write_target(model: Any, tokenizer: Any, folder: Path) -> None:
         file.chmod(0o644)  # safetensors makes it private
 
 
-def check_target_place(out: str | os.PathLike[str]) -> None:
-    """RecipeError where `out` is there and no target that we wrote."""
+def check_target_place(out: str | os.PathLike[str], source: str | None = None) -> None:
+    """RecipeError where `out` is there and no target that we wrote, or where it is `source`, the folder that the target is read from."""
     out = Path(out)
+    folder_place(out)
+    if source is not None and out.exists() and Path(source).exists() and out.samefile(source):
+        raise RecipeError(f"{out} is the folder that the target is read from, and would be replaced: choose another")
     if not out.exists() or out.is_dir() and not any(out.iterdir()):
         return
     what = "holds something else than a target that we wrote" if out.is_dir() else "is a file"
     if (out / STAMP).is_file():
         try:
             written = {*_stamp(out / STAMP)["files"], STAMP}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             written = {STAMP}
         foreign = sorted(p.name for p in out.iterdir() if p.name not in written)
         if not foreign:
@@ -82,7 +85,7 @@ def stamped_adapter(folder: str | os.PathLike[str] | None) -> Adapter | None:
         return None
     try:
         found = _stamp(stamp)["adapter"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise RecipeError(f"{stamp} cannot be read, and it says which adapter is merged into these weights: export the target again") from None
     return Adapter(stamp.parent, found) if isinstance(found, dict) else None
 

@@ -86,13 +86,17 @@ class UnrollStage(Section):
 LOSSES = Literal["soft_ce", "ce", "kl", "reverse_kl", "tv", "lk", "lk_hybrid", "topk", "smooth_l1", "confidence"]
 
 
+# An adapter's rank: a wider one is larger than what it adapts. And alpha, with which the product stays a float32.
+MOST_RANK, MOST_ALPHA = 16384, 1e6
+
+
 class LoraSection(Section):
     """Medusa-2 (arXiv 2401.10774 §2.2.2 and §2.3.2): a LoRA adapter on the target (arXiv 2106.09685), trained with the head, which reads the adapted
     target's states. loss = head_weight · the head's loss + KL(target without the adapter ‖ with it), in nats a token, over the whole vocabulary,
     where train.supervise lets the head learn. What is decoded with such a head is the tuned target."""
 
-    rank: int = Field(32, ge=1)
-    alpha: float = Field(16.0, gt=0, description="the adapter's product is scaled by alpha / rank")
+    rank: int = Field(32, ge=1, le=MOST_RANK)
+    alpha: float = Field(16.0, gt=0, le=MOST_ALPHA, description="the adapter's product is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="of the adapter's input. The paper has 0.05; above 0 the result depends on the number of "
                                                         "processes and on micro_batch_tokens (resuming stays exact)")
     target_modules: Annotated[list[str], Field(min_length=1)] | None = Field(

@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -28,10 +29,11 @@ from draftheads.eval.summary import schema
 from draftheads.heads import build_head
 from draftheads.heads.checkpoint import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, META, Adapter, adapter_of, read_meta
 from draftheads.inference import SpeculativeDecoder, generate
-from draftheads.inference.adapter import check_modules, tune
+from draftheads.inference.adapter import add_adapter, check_modules, merge_adapter, try_adapter, tune, write_adapter
 from draftheads.inference.saving import STAMP, save_target
 from draftheads.inference.sources import Source
 from draftheads.inference.target import Target
+from draftheads.recipes.files import sha256_file
 from draftheads.recipes.schema import LoraSection, Recipe, RecipeError, TrainSection
 from draftheads.train import run
 from draftheads.train.align import align, nothing
@@ -529,3 +531,132 @@ def test_a_model_believed_quantised_and_a_packed_one(tmp_path):
     with pytest.raises(RecipeError, match="packed=False"):
         save_target(packed.model, packed.tokenizer, tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+# ---- what goes wrong at the end of long work, found before it
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_of_a_mixture_of_experts_the_plain_linear_layers_are_adapted(family, tmp_path):
+    """peft's own "all-linear" takes the fused experts too, as another kind of adapter, which nothing could merge."""
+    model, lora = tiny.model(family), LoraSection(rank=2)
+    try_adapter(model, lora)
+    assert not any("lora" in n for n, _ in model.named_modules()), "the trial leaves the model as it is"
+    wrapped = add_adapter(model, lora)
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.1)
+    write_adapter(wrapped, "", None, tmp_path)
+    adapter = Adapter(tmp_path, {f: sha256_file(tmp_path / f) for f in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)})
+    plain, ids = tiny.model(family), torch.arange(4, 20)[None]
+    original = plain(ids).logits
+    merge_adapter(plain, adapter, family)
+    expected = wrapped.eval()(ids).logits
+    assert torch.allclose(plain(ids).logits, expected, atol=1e-3) and not torch.allclose(original, expected, atol=1e-1)
+
+
+def test_an_adapter_of_another_kind_is_refused_before_the_long_work():
+    model = tiny.model("qwen3_moe", mlp_only_layers=[0])  # one plain MLP, whose names peft takes for those of the fused experts
+    with pytest.raises(RecipeError, match=r"only plain LoRA can be merged: name others in train.lora.target_modules"):
+        try_adapter(model, LoraSection(rank=2, target_modules=["gate_proj", "up_proj", "down_proj"]))
+    try_adapter(model, LoraSection(rank=2, target_modules=["q_proj", "o_proj"]))
+
+
+@pytest.mark.parametrize("name", ["self_attn", "mlp", "input_layernorm", "act_fn", "rotary_emb", "model", "0", ""])
+def test_names_of_what_is_no_linear_layer(name):
+    with pytest.raises(RecipeError, match="the target has no linear layer .*; it has down_proj"):
+        try_adapter(tiny.model(), LoraSection(target_modules=["q_proj", name]))
+
+
+@pytest.mark.parametrize("lora", [{"rank": 10**12}, {"rank": 10**30}, {"alpha": 1e300}])
+def test_no_such_size_is_tried(lora):
+    with pytest.raises(ValueError, match="less than or equal"):
+        LoraSection(**lora)
+
+
+def test_a_loss_that_is_no_number_names_the_adapters_rate(distilled, tmp_path):
+    with pytest.raises(RecipeError, match=r"lower train\.lr, train\.lora\.lr, train\.lora\.alpha or train\.clip_norm"):
+        run.main(new_run(distilled, tmp_path / "run", {"rank": 2, "lr": 1e30}))
+
+
+@pytest.fixture(scope="module")
+def adapter_files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    write_adapter(add_adapter(tiny.model(), LoraSection(rank=2)), "", None, folder)
+    return folder
+
+
+def _edited(**values):
+    def change(folder: Path) -> None:
+        raw = json.loads((folder / ADAPTER_CONFIG).read_text()) | values
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(raw))
+
+    return change
+
+
+def _cast(kind: torch.dtype):
+    from safetensors.torch import save_file
+
+    return lambda f: save_file({n: t.to(kind) for n, t in _load_file(f / ADAPTER_WEIGHTS).items()}, f / ADAPTER_WEIGHTS)
+
+
+@pytest.mark.parametrize(("harm", "said"), [
+    *((_edited(lora_alpha=a), "has lora_alpha .*; wanted a number above 0")
+      for a in ("16", [16], {}, True, -16, 0, None, 1e300, float("nan"), 10**400)),
+    *((_edited(r=r), "has r .*; wanted a whole number from 1") for r in (0, -2, True, "2", 2.0)),
+    *((_cast(kind), "matrices of torch") for kind in (torch.int8, torch.float8_e4m3fn)),
+    (lambda f: (f / ADAPTER_CONFIG).write_text("[" * 100_000 + "]" * 100_000), "cannot read the adapter"),
+])
+def test_an_adapter_with_odd_values_is_one_line(adapter_files, tmp_path, harm, said):
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter_files, folder)
+    harm(folder)
+    adapter = Adapter(folder, {f: sha256_file(folder / f) for f in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)})
+    with pytest.raises(RecipeError, match=said) as error:
+        merge_adapter(tiny.model(), adapter, "x")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_places_that_cannot_be_are_refused_before_the_target_is_loaded(trained, tmp_path, capsys, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("the target was loaded")
+
+    tuned, here = tmp_path / "tuned", tmp_path / "here"
+    here.mkdir()
+    save_target(tiny.model(), tiny.tokenizer(), tuned)
+    before = {p.name: p.read_bytes() for p in tuned.iterdir()}
+    (tmp_path / "link").symlink_to(tuned)
+    monkeypatch.setattr("draftheads.inference.target.load_target", never)
+    monkeypatch.chdir(here)
+    capsys.readouterr()  # the progress of saving
+    a, to = tmp_path / "a", ("--to", "vllm")
+    for words, said in (
+        (["--target", tuned, "--target-out", tuned, "--dtype", "bfloat16"], "is the folder that the target is read from"),
+        (["--target", tuned, "--target-out", tmp_path / "link"], "is the folder that the target is read from"),
+        ([*to, "--out", a, "--target-out", a], "give them two folders"), ([*to, "--out", a / "head", "--target-out", a], "give them two folders"),
+        ([*to, "--out", a, "--target-out", a / "target"], "give them two folders"),
+        ([*to, "--out", "."], "the folder that you are in"), (["--target-out", "."], "the folder that you are in"),
+        (["--target-out", "x/.."], "the folder that you are in"), (["--target-out", ".."], "one above it"),
+        (["--target-out", "~nobody-here/y"], "begins with ~"),
+    ):
+        assert specdec("export", "--ckpt", final(trained), *words) == 2, words
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+    assert before == {p.name: p.read_bytes() for p in tuned.iterdir()} and not a.exists() and not [*here.iterdir()]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos"),
+                                   SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")], ids=type)
+def test_a_full_disk_while_a_state_is_written_is_one_line(distilled, tmp_path, monkeypatch, capsys, error):
+    recipe = new_run(distilled, tmp_path / "run", {"rank": 2})
+
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr("torch.save", full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 1 << 30, 0))
+    assert cli.guard("specdec", lambda: run.main(recipe)) == 2
+    err = capsys.readouterr().err
+    assert "state-000003: No space left on device; mend that" in err.splitlines()[-1] and "Traceback" not in err
+    assert not [*(recipe.run_dir / "ckpt").glob(".state-*")]

@@ -80,7 +80,7 @@ def fit(
             if on_cpu or log_now or save_now:
                 totals = window.totals(accelerator)
                 figures = summarise(totals, steps)
-                _check_finite(figures["loss"] + figures.get("kl", 0.0), done, ckpt)
+                _check_finite(figures["loss"] + figures.get("kl", 0.0), done, ckpt, train.lora is not None)
                 view.show(figures, (cost[total] - cost[done]) / (cost[done] - cost[begin]))
             if log_now:
                 trackers.log(done, {**figures, "epoch": epoch, "lr": lr, "grad_norm": float(norm), "unroll": steps,
@@ -97,6 +97,7 @@ def fit(
     return None if stopping else figures
 
 
-def _check_finite(loss: float, done: int, ckpt: Path) -> None:
+def _check_finite(loss: float, done: int, ckpt: Path, lora: bool) -> None:
     if not math.isfinite(loss):
-        raise RecipeError(f"the loss is {loss} at step {done}; lower train.lr or train.clip_norm. The states in {ckpt} are from before it")
+        rates = "train.lr, train.lora.lr, train.lora.alpha" if lora else "train.lr"
+        raise RecipeError(f"the loss is {loss} at step {done}; lower {rates} or train.clip_norm. The states in {ckpt} are from before it")

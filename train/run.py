@@ -34,7 +34,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.checkpoint import HeadMeta, read_meta, save_head
 from draftheads.heads.formats.transfer import public_name
 from draftheads.heads.losses import CONFIDENCE, STATES
-from draftheads.inference.adapter import check_modules, write_adapter
+from draftheads.inference.adapter import try_adapter, write_adapter
 from draftheads.inference.saving import STAMP
 from draftheads.inference.target import load_target
 from draftheads.recipes.files import recover_folder, write_json, write_text
@@ -75,9 +75,9 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
         raise RecipeError(f"{recipe.target.name} is the tuned target of another head (specdec export --target-out): a head trained on it could not "
                           f"be told from that one's; train on a copy without {STAMP}, which is a model like any other")
     if section.lora is not None:
-        check_modules(target.model, section.lora.target_modules)
         if getattr(target.model.config, "quantization_config", None):
             raise RecipeError("train.lora cannot be merged into a quantised target: name the unquantised one")
+        try_adapter(target.model, section.lora)
     size = getattr(head_config(recipe.head, target.geometry), "draft_vocab_size", None)
     if size is not None:  # before the long work
         vocabulary_bounds(size, target)
