@@ -29,12 +29,15 @@ from torch import Tensor
 
 from draftheads.heads import build_head
 from draftheads.heads.base import DraftHead
+from draftheads.heads.formats import shown
 from draftheads.heads.formats.detect import is_head_folder
+from draftheads.heads.formats.folder import read_config
 from draftheads.heads.vocab import vocab_hash
 from draftheads.recipes.files import atomic_folder, existing_folder, sha256_file
 from draftheads.recipes.schema import Geometry, RecipeError, read_yaml, validate
 
 FORMAT = 1
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 META, WEIGHTS, CONFIG = "draftheads.json", "model.safetensors", "config.json"
 ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter", "adapter_config.json", "adapter_model.safetensors"
 
@@ -200,16 +203,21 @@ def with_own(geometry: Geometry, own: dict[str, Any]) -> Geometry:
     return found
 
 
-def check_weights(expected: dict[str, Tensor], found: dict[str, Tensor], where: Path | str) -> None:
+def check_weights(expected: dict[str, Tensor], found: dict[str, Tensor], where: Path | str, by: str = "the head section") -> None:
+    """RecipeError for tensors that are missing, unknown, of another shape or kind, or not finite. by: what asks for the expected ones."""
+    cure = f"the tensors and {by} contradict each other: copy or download them again"
     missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or unknown:
-        parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)
-        raise RecipeError(f"{where}: tensors don't match the head section: {'; '.join(parts)}")
+        parts = [f"missing {shown(missing)}"] * bool(missing) + [f"unknown {shown(unknown)}"] * bool(unknown)
+        raise RecipeError(f"{where}: {'; '.join(parts)}: {cure}")
     for name, tensor in found.items():
         if tensor.shape != expected[name].shape:
-            raise RecipeError(f"{where}: {name} is {tuple(tensor.shape)}, the head section asks for {tuple(expected[name].shape)}")
-        if tensor.is_floating_point() != expected[name].is_floating_point() or (tensor.is_floating_point() and not tensor.isfinite().all()):
-            raise RecipeError(f"{where}: {name} ({tensor.dtype}) is not a finite tensor of the kind {expected[name].dtype}")
+            raise RecipeError(f"{where}: {name} is {tuple(tensor.shape)}, {by} asks for {tuple(expected[name].shape)}: {cure}")
+        floats = expected[name].is_floating_point()
+        # fp8 and other codes are not numbers without their scales.
+        if floats != (tensor.dtype in _FLOATS) or (floats and not tensor.isfinite().all()):
+            raise RecipeError(f"{where}: {name} ({tensor.dtype}) is not a finite tensor of the kind {expected[name].dtype}: copy or download it "
+                              "again, or get the head unquantised")
     if not torch.equal(found["t2d"], expected["t2d"]):
         raise RecipeError(f"{where}: t2d does not agree with d2t")
 
@@ -236,15 +244,7 @@ def _json(value: Any) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"no {path.name} in {path.parent}: not a draftheads checkpoint folder") from None
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise RecipeError(f"{path} must hold a JSON object, found {type(raw).__name__}")
-    return raw
+    return read_config(path, "not a draftheads checkpoint folder")
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
@@ -253,4 +253,5 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise RecipeError(f"no {path.name} in {path.parent}: not a draftheads checkpoint folder") from None
     except (OSError, SafetensorError) as error:
-        raise RecipeError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+        why = " ".join(str(error).split())[:300]
+        raise RecipeError(f"cannot read {path} ({why}): it is damaged or cut short; copy or download it again") from None

@@ -149,6 +149,28 @@ def test_damaged_folders_are_refused(target, tmp_path):
         read_meta(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["draftheads.json", "config.json"])
+def test_json_nested_without_end_is_bad_input(target, tmp_path, name):
+    save_head(make(target), tmp_path / "a", META)
+    (tmp_path / "a" / name).write_text("[" * 100_000)
+    assert f"cannot read {tmp_path / 'a' / name}" in refused(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda t: t.update({"norm.weight": t["norm.weight"].to(torch.float8_e4m3fn)}), "norm.weight (torch.float8_e4m3fn) is not a finite tensor"),
+    (lambda t: t["norm.weight"].fill_(float("inf")), "copy or download it again"), (lambda t: t.pop("norm.weight"), "copy or download them again"),
+    (lambda t: t.update({"x" * 20_000: torch.ones(1)}), "unknown xxx"),
+    (lambda t: t.update({f"x{i}": torch.ones(1) for i in range(3000)}), "and 2995 more"),
+])
+def test_tensors_that_do_not_fit_are_told_shortly(target, tmp_path, change, said):
+    save_head(make(target), tmp_path / "a", META)
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    message = refused(tmp_path / "a")
+    assert said in message and len(message) < 800
+
+
 def test_a_checkpoint_from_before_an_option_opens(target, tmp_path):
     """Files as they were written before EAGLE-3 knew norm_before_fc and norm_before_residual: what is not there is off. What is on must be there."""
     head = make(target)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from draftheads.eval import cli, subject
-from draftheads.heads import build_head
+from draftheads.heads import build_head, head_types
 from draftheads.heads.base import DraftBatch, DraftHead
 from draftheads.heads.checkpoint import HeadMeta, load_head, read_meta, save_head
 from draftheads.heads.formats import FORMATS, Tables, flat, layout, speculators, transfer, vllm
@@ -655,14 +657,158 @@ def test_hydra(tmp_path, prefix):
     ({"norm_before_residual": True, "eagle_config": {"norm_before_residual": False}}, "make them agree"),
     ({"fc_norm": True}, "missing fc_norm.0.weight"), ({"rope_parameters": {"rope_theta": 1.0}}, "make them agree"),
     ({"eagle_config": {AUX: [0, 2, 9]}}, "in 0 … 7"), ({"target_hidden_size": 128}, "target_hidden_size is 128"),
+    # What would be another function, or was nothing but a word for true.
+    ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'), ({"hidden_act": ["silu"]}, "compute silu"),
+    *(({key: "false"}, f'{key} must be true or false, found "false"') for key in ("norm_before_residual", "norm_output", "fc_norm", "bias")),
+    ({"eagle_config": {"norm_before_fc": 1}}, "eagle_config.norm_before_fc must be true or false"), ({"eagle_config": [1]}, "eagle_config must be"),
+    *(({"rms_norm_eps": x}, "rms_norm_eps must be a number above 0") for x in (-1, 0, 1e30, True, "x", float("nan"))),
+    *(({"max_position_embeddings": x}, "max_position_embeddings must be a whole number") for x in (10**30, 0, 256.5, True)),
+    ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"), ({"rope_theta": -1}, "rope_theta must be a number"),
+    ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta must be a number"),
+    *(({key: x}, f"{key} must be a JSON object or null") for key in ("rope_parameters", "rope_scaling") for x in (5, "x")),
+    ({"quantization_config": {"quant_method": "fp8", "name": "y" * 10_000}}, "only unquantised heads"),
 ])
 def test_a_head_that_does_not_fit_is_refused(tmp_path, changes, said):
     _, weights = eagle3()
     folder = publish(tmp_path / "a", LLAMA | {"draft_vocab_size": U} | changes, weights)
     with pytest.raises(RecipeError) as error:
         bring(folder, tmp_path / "out")
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert said in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("same_head", [{"hidden_act": "swish"}, {"hidden_act": None, "rope_parameters": None, "rope_scaling": {}},
+                                       {"norm_output": None, "bias": False, "quantization_config": None, "max_position_embeddings": None}])
+def test_what_a_config_may_leave_open(tmp_path, same_head):
+    head, weights = eagle3()
+    same(head, bring(publish(tmp_path / "a", LLAMA | {"draft_vocab_size": U} | same_head, weights), tmp_path / "out"))
+
+
+BLOCK = {"num_layers": 1, "block_size": 4, "taps": [2, 5], "mask_token_id": 7}
+
+
+def renamed_medusa(weights):
+    weights["99999999.0.linear.weight"] = weights.pop("1.0.linear.weight")
+
+
+def renamed_hydra(weights):
+    weights["hydra_mlp.99999999.0.linear.weight"] = weights.pop("hydra_mlp.1.0.linear.weight")
+
+
+@pytest.mark.parametrize(("type", "section", "to", "change", "said"), [
+    ("dflash", BLOCK, "vllm", {"hidden_act": "relu"}, "compute silu"),
+    ("dflash", BLOCK, "vllm", {"dflash_config": {"target_layer_ids": [1, 4], "mask_token_id": 7, "causal": "false"}}, "dflash_config.causal must be"),
+    ("dflash", BLOCK, "vllm", {"tie_word_embeddings": "no"}, "must be true or false"), ("dflash", BLOCK, "vllm", {"rms_norm_eps": 0}, "above 0"),
+    ("eagle", {}, "sglang", {"hidden_act": "gelu"}, "compute silu"), ("eagle", {}, "sglang", {"bias": "false"}, "bias must be true or false"),
+    ("speculators", {}, "speculators", {"norm_before_residual": "false"}, "norm_before_residual must be true or false"),
+    ("medusa", {}, "medusa", {"quantization_config": {"bits": 4}}, "only unquantised"),
+    ("medusa", {}, "medusa", {"medusa_fc_bias": 1}, "true or false"),
+    ("medusa", {}, "medusa", {"max_position_embeddings": -1}, "whole number"), ("medusa", {}, "medusa", renamed_medusa, "up to 99999999"),
+    ("medusa", {"draft": U, "freeze_lm_head": True}, "vllm", lambda t: t.update(token_map=t["token_map"] + 0.4), "token_map is torch.float32"),
+    ("hydra", {"hydra_num_heads": 2, "hydra_num_layers": 1}, None, {"grounded_heads": "yes"}, "grounded_heads must be"),
+    ("hydra", {"hydra_num_heads": 2, "hydra_num_layers": 1}, None, renamed_hydra, "up to 99999999"),
+])
+def test_other_kinds_of_heads_that_would_be_misread(tmp_path, type, section, to, change, said):
+    head = make_head("eagle3" if type == "speculators" else type, **section)
+    if to is None:
+        weights = {n: t for n, t in head.state_dict().items() if n not in ("d2t", "t2d")}
+        config = {"hydra_num_heads": 2, "hydra_num_layers": 1, "grounded_heads": True}
+    else:
+        export_head(checkpoint(tmp_path / "ckpt", head), to, tmp_path / "a", tables())
+        weights, config = load_file(next((tmp_path / "a").glob("*.safetensors"))), json.loads((tmp_path / "a" / "config.json").read_text())
+    same(head, bring(publish(tmp_path / "b", config, weights), tmp_path / "good"))
+    change(weights) if callable(change) else config.update(change)
+    with pytest.raises(RecipeError) as error:
+        bring(publish(tmp_path / "c", config, weights), tmp_path / "out")
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+DEEP = '{"a":' * 100_000
+
+
+@pytest.mark.parametrize(("name", "text", "said"), [
+    ("config.json", DEEP, "config.json"), ("draftheads.json", DEEP, "draftheads.json"), ("model.safetensors.index.json", DEEP, "index.json"),
+    *(("model.safetensors.index.json", json.dumps({"weight_map": x}), "weight_map must give") for x in ([1], {"a": ["x"]}, {"a": 1}, None, {})),
+])
+def test_json_of_another_shape_is_bad_input(tmp_path, name, text, said):
+    folder = publish(tmp_path / "a", LLAMA | {"draft_vocab_size": U}, eagle3()[1])
+    (folder / name).write_text(text)
+    # load_head knows a head of another tool by what these files hold, and may see none here.
+    for load, words in ((lambda: bring(folder, tmp_path / "out"), said), (lambda: load_head(folder, geometry=geometry()), str(folder))):
+        with pytest.raises(RecipeError) as error:
+            load()
+        assert words in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def raw_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"fc.weight": Evil("/nowhere/at/all")}))
+
+
+@pytest.mark.parametrize("change", [
+    lambda w: w.to_sparse(), lambda w: w.to_sparse_csr(), lambda w: w.to("meta"), lambda w: torch.zeros(1).expand(10**13),
+    lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8), lambda w: w.to(torch.float8_e4m3fn), raw_pickle,
+], ids=["sparse", "csr", "meta", "expand", "quantised", "fp8", "raw"])
+@pytest.mark.filterwarnings("ignore")  # torch's, while the file is made
+def test_tensors_that_are_none_are_refused_without_a_warning(tmp_path, change, recwarn):
+    _, weights = eagle3()
+    folder = publish(tmp_path / "a", LLAMA | {"draft_vocab_size": U}, weights, "pytorch_model.bin")
+    if change is raw_pickle:
+        raw_pickle(folder / "pytorch_model.bin")
+    else:
+        torch.save(weights | {"fc.weight": change(weights["fc.weight"].detach())}, folder / "pytorch_model.bin")
+    recwarn.clear()
+    warnings.simplefilter("always")
+    with pytest.raises(RecipeError, match=r"fc\.weight|was refused") as error:
+        bring(folder, tmp_path / "out", allow_pickle=True)
+    assert "safetensors" in str(error.value) or "download it again" in str(error.value)
+    assert not [str(w.message) for w in recwarn]
+
+
+def test_errors_stay_short_and_say_what_to_do(tmp_path):
+    _, weights = eagle3()
+    good = LLAMA | {"draft_vocab_size": U}
+    many = {f"mystery.{i}": torch.ones(1) for i in range(300)}
+    for change in (many, {"x" * 20_000: torch.ones(1)}, {"norm.weight": torch.full((H,), float("nan"))}):
+        with pytest.raises(RecipeError, match="download") as error:
+            bring(publish(tmp_path / "a", good, weights | change), tmp_path / "out")
+        assert len(str(error.value)) < 800
+    with pytest.raises(RecipeError, match=r"missing fc\.weight.*download"):
+        bring(publish(tmp_path / "b", good, {n: t for n, t in weights.items() if n != "fc.weight"}), tmp_path / "out")
+    with pytest.raises(RecipeError, match="no draft head") as error:
+        bring(publish(tmp_path / "c", {"model_type": "bert"}, many), tmp_path / "out")
+    assert len(str(error.value)) < 800
+
+
+def test_a_pickle_that_export_wrote_can_be_imported(tmp_path):
+    """With what draftheads.json says of it, and its target's adapter: the target of this head is the tuned one."""
+    head = make_head("medusa", medusa_num_heads=3)
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    meta = HeadMeta(target=str(tmp_path / "target"), template_hash="abcd", metrics={"tau": 1.5})
+    save_head(head, tmp_path / "ckpt", meta, lambda place: [(place / name).write_text(name) for name in files])
+    export_head(tmp_path / "ckpt", "medusa_pt", tmp_path / "pt", tables())
+    with pytest.raises(RecipeError, match="--allow-pickle"):
+        bring(tmp_path / "pt", tmp_path / "out")
+    with pytest.raises(RecipeError, match="made for another target"):
+        bring(tmp_path / "pt", tmp_path / "out", geometry(num_layers=9), allow_pickle=True)
+    same(head, bring(tmp_path / "pt", tmp_path / "out", allow_pickle=True))
+    found = read_meta(tmp_path / "out")
+    assert (found.target, found.template_hash, found.metrics, found.layout) == ("org/model", "abcd", {"tau": 1.5}, None)
+    assert found.adapter == read_meta(tmp_path / "ckpt").adapter and set(found.adapter) == set(files)
+    assert all((tmp_path / "out" / "adapter" / name).read_text() == name for name in files)
+    bring(tmp_path / "pt", tmp_path / "out", allow_pickle=True)  # and again, over it
+    (tmp_path / "pt" / "medusa_lm_head.pt").write_bytes((tmp_path / "pt" / "medusa_lm_head.pt").read_bytes() + b"x")
+    with pytest.raises(RecipeError):
+        bring(tmp_path / "pt", tmp_path / "out2", allow_pickle=True)
+
+
+@pytest.mark.parametrize(("type", "to", "others"), [("medusa", "sglang", "medusa, medusa_pt, vllm"), ("eagle3", "medusa", "eagle, sglang, "),
+                                                    ("peagle", "eagle", "vllm"), ("hydra", "vllm", None)])
+def test_a_refusal_names_the_layouts_that_take_such_a_head(tmp_path, type, to, others):
+    with pytest.raises(RecipeError, match=f"has no layout for a {type} head") as error:
+        export_head(checkpoint(tmp_path / "ckpt", make_head(type)), to, tmp_path / "out", tables())
+    assert (f"choose another --to ({others}" if others else "no layout takes one: draft with it here") in str(error.value)
+    assert "hydra," not in str(error.value) and "\n" not in str(error.value)
+    assert set(head_types()) - {"hydra"} == {kind for name in FORMATS for kind in getattr(layout(name), "TAKES", ())}
 
 
 def test_damaged_and_unknown_files_are_refused(tmp_path):

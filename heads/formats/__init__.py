@@ -1,8 +1,9 @@
 """Checkpoints that engines load unmodified: one file per layout, found by its file name, no registry.
 
-A layout has `export(head, meta, tables) -> Files` (what to write) unless it is only read, and `read(raw, geometry, ours) -> Found` (a folder's
-config and tensors as a head section and tensors in our names). Both are pure functions on dicts. `ours` asks for everything that the engine
-needs to read the folder rightly, where a published head may leave some of it out. transfer.py does the rest: files, checks, comparison.
+A layout has `export(head, meta, tables) -> Files` (what to write) and TAKES (the types of heads that it is for) unless it is only read, and
+`read(raw, geometry, ours) -> Found` (a folder's config and tensors as a head section and tensors in our names). Both are pure functions on dicts.
+`ours` asks for everything that the engine needs to read the folder rightly, where a published head may leave some of it out. transfer.py does the
+rest: files, checks, comparison.
 
 Conversions of tap numbers between conventions live in this folder only. Ours: tap k = hidden_states[k] = output of layer k − 1, as vLLM counts.
 No torch is imported here: the command line asks for the names.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -77,5 +79,15 @@ def layout_name(name: str, option: str) -> str:
     return name
 
 
-def refuse(engine: str, head_type: str, known: str) -> RecipeError:
-    return RecipeError(f"{engine} has no layout for a {head_type} head; it takes {known}: choose another --to ({', '.join(FORMATS)})")
+def refuse(engine: str, head_type: str, takes: Iterable[str]) -> RecipeError:
+    """The error of a layout for a head that is none of its TAKES: it names the layouts that do take such a head."""
+    others = [name for name in FORMATS if head_type in getattr(layout(name), "TAKES", ())]
+    cure = f"choose another --to ({', '.join(others)})" if others else "no layout takes one: draft with it here (specdec generate, specdec-eval)"
+    return RecipeError(f"{engine} has no layout for a {head_type} head; it takes {', '.join(takes)} heads: {cure}")
+
+
+def shown(names: Iterable[str], most: int = 5) -> str:
+    """Names from a file, for a message: the first few, none longer than 80 characters."""
+    names = [" ".join(n.split()) for n in names]
+    cut = [n if len(n) <= 80 else n[:80] + "…" for n in names[:most]]
+    return ", ".join(cut) + (f" and {len(names) - most} more" if len(names) > most else "")

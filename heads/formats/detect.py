@@ -36,7 +36,7 @@ def is_head_folder(folder: Path) -> bool:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return isinstance(config, dict) and detect(config, tensor_names(folder)) is not None
-    except (OSError, ValueError, TypeError, AttributeError):  # no JSON, or JSON of another shape
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # no JSON, or JSON of another shape
         return False
 
 

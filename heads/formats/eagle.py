@@ -13,6 +13,8 @@ from draftheads.heads.formats import Files, Found, Raw, Tables, refuse
 from draftheads.heads.formats.flat import export_eagle1, export_eagle3, is_eagle1, read_eagle1, read_eagle3
 from draftheads.recipes.schema import Geometry, RecipeError
 
+TAKES = ("eagle", "eagle3")
+
 
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     if head.config.type == "eagle":
@@ -21,7 +23,7 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
         return Files(files.config | {"pad_token_id": 0}, files.tensors, [
             "EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=THIS_FOLDER); its loader wants a target in several safetensors shards."])
     if head.config.type != "eagle3":
-        raise refuse("eagle", head.config.type, "eagle and eagle3 heads")
+        raise refuse("eagle", head.config.type, TAKES)
     L = head.geometry.num_layers
     if head.config.fc_norm or head.config.norm_output:
         raise RecipeError("the official EAGLE-3 code knows no fc_norm and no norm_output (EAGLE-3.1): train with both false, or export to vllm")

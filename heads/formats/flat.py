@@ -11,13 +11,14 @@ Shape suffixes: V target vocabulary, U draft vocabulary, H hidden.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats import Files, Found, Raw, Tables
+from draftheads.heads.formats import Files, Found, Raw, Tables, shown
 from draftheads.heads.layers import rope_parameters
 from draftheads.heads.vocab import draft_maps
 from draftheads.recipes.schema import Geometry, RecipeError
@@ -40,6 +41,13 @@ _CURES3 = _CURES | {
 }
 
 _KNOWN_BY = {"norm_before_residual": "vllm, speculators", "norm_before_fc": "vllm, speculators, trtllm", "fc_bias": "sglang, trtllm"}
+
+# Of any config, at the top or in one of its parts. A flag is true or false: any other string or number would count as true.
+_PARTS = ("eagle_config", "dflash_config", "rope_parameters", "rope_scaling")
+_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "bias", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc",
+          "medusa_fc_bias", "grounded_heads", "sample_from_anchor", "dspark_bonus_anchor", "causal")
+_NUMBERS = {"rms_norm_eps": 1.0, "rope_theta": 1e15, "max_position_embeddings": 2**31 - 1, "num_hidden_layers": 1000}  # the most that makes sense
+_WHOLE = ("max_position_embeddings", "num_hidden_layers")
 
 
 # ---- EAGLE-3
@@ -64,7 +72,7 @@ def read_eagle3(raw: Raw, geometry: Geometry, ours: bool, type: str = "eagle3", 
     c, where, facts = raw.config, raw.where, list(facts or ())
     if ours:
         require(raw, _CURES3)
-    check_target(raw, geometry)
+    check_config(raw, geometry)
     if "target_hidden_size" in c and c["target_hidden_size"] is None:
         raise RecipeError(f"{where}: config.json has target_hidden_size: null: vLLM multiplies by it and stops; leave it out or write the number")
     if c.get("target_hidden_size", geometry.hidden_size) != geometry.hidden_size:
@@ -91,7 +99,7 @@ def read_eagle3(raw: Raw, geometry: Geometry, ours: bool, type: str = "eagle3", 
         raise RecipeError(f"{where}: num_hidden_layers is {layers}, an EAGLE-3 head has 1 (was the target's count copied?): write 1")
     section = {
         "type": type, "taps": taps, "draft_vocab_size": U, "freeze_lm_head": "lm_head.weight" not in weights, "fc_norm": bool(c.get("fc_norm")),
-        "norm_output": bool(c.get("norm_output")), **_forms(raw, weights, facts), **layer_sizes(c, geometry),
+        "norm_output": bool(c.get("norm_output")), **_forms(raw, weights, facts), **layer_sizes(raw, geometry),
     }
     if type == "eagle3":
         section["induction_init"] = False
@@ -146,7 +154,7 @@ def draft_ids(where: str, weights: dict[str, Tensor], U: int, V: int, ours: bool
             raise RecipeError(f"{where}: tensor d2t is missing (draft_vocab_size {U}, vocabulary {V}): engines would take draft ids for target ids")
         ids_U = torch.arange(V)
     else:
-        if d2t.shape != (U,) or d2t.is_floating_point():
+        if d2t.shape != (U,) or not are_ids(d2t):
             raise RecipeError(f"{where}: d2t is {d2t.dtype} {tuple(d2t.shape)}, draft_vocab_size {U} asks for int64 ({U},)")
         if ours and d2t.dtype != torch.int64:
             raise RecipeError(f"{where}: d2t is {d2t.dtype}; engines expect int64")
@@ -206,7 +214,7 @@ def read_eagle1(raw: Raw, geometry: Geometry, ours: bool, bias: bool = True) -> 
         if c.get("bias") is not bias:
             why = "the official code builds fc by it" if bias else "vLLM would give attention biases that are in no file"
             raise RecipeError(f"{where}: bias is {c.get('bias')!r}, write {str(bias).lower()}: {why}")
-    check_target(raw, geometry)
+    check_config(raw, geometry)
     if c.get("num_hidden_layers", 1) != 1:
         raise RecipeError(f"{where}: num_hidden_layers is {c['num_hidden_layers']}, an EAGLE head has 1 (was the target's count copied?): write 1")
     weights, facts = renamed(raw.tensors, {}), []
@@ -219,7 +227,7 @@ def read_eagle1(raw: Raw, geometry: Geometry, ours: bool, bias: bool = True) -> 
         raise RecipeError(f"{where}: config.json says bias {biased}, and fc.bias is {'there' if 'fc.bias' in weights else 'missing'}: they disagree")
     if "fc.bias" in weights and not bool(weights["fc.bias"].any()):
         del weights["fc.bias"]
-    section = {"type": "eagle", **layer_sizes(c, geometry), "fc_bias": "fc.bias" in weights}
+    section = {"type": "eagle", **layer_sizes(raw, geometry), "fc_bias": "fc.bias" in weights}
     weights["d2t"], weights["t2d"] = draft_maps(torch.arange(geometry.vocab_size), geometry.vocab_size)
     return Found(section, weights, None, own_values(raw, geometry, facts), facts)
 
@@ -236,11 +244,45 @@ def require(raw: Raw, cures: dict[str, str]) -> None:
             raise RecipeError(f"{raw.where}: config.json has no {key}: {cure}; export the head again")
 
 
-def check_target(raw: Raw, geometry: Geometry) -> None:
+def check_config(raw: Raw, geometry: Geometry) -> None:
+    """What every layout asks of a config, before anything is taken from it. RecipeError: flags and numbers that are none, quantised weights, the
+    sizes of another target."""
+    c = raw.config
+    for name, part in (("", c), *((f"{name}.", c[name]) for name in _PARTS if c.get(name) is not None)):
+        if not isinstance(part, dict):
+            raise RecipeError(f"{raw.where}: {name[:-1]} must be a JSON object or null, found {_said(part)}: write what the head was trained with")
+        for key in _FLAGS:
+            _flag(raw.where, name + key, part.get(key))
+        for key, most in _NUMBERS.items():
+            _number(raw.where, name + key, part.get(key), most, key in _WHOLE)
+    if c.get("quantization_config"):
+        raise RecipeError(f"{raw.where}: quantization_config is {_said(c['quantization_config'])}: only unquantised heads can be read; get one, or "
+                          "remove the key if the tensors are plain numbers")
     for key, wanted in (("hidden_size", geometry.hidden_size), ("vocab_size", geometry.vocab_size)):
-        found = raw.config.get(key, wanted)
+        found = c.get(key, wanted)
         if found != wanted:
             raise RecipeError(f"{raw.where}: the head is for a target with {key} {found}, this target's is {wanted}: name the one it was trained for")
+
+
+def _flag(where: str, key: str, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise RecipeError(f"{where}: {key} must be true or false, found {_said(value)}: write what the head was trained with")
+
+
+def _number(where: str, key: str, value: Any, most: float, whole: bool) -> None:
+    good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if value is not None and not (good and 0 < value <= most):
+        raise RecipeError(f"{where}: {key} must be a {'whole ' * whole}number above 0 and at most {most:g}, found {_said(value)}: write what the "
+                          "head was trained with")
+
+
+def _said(value: Any) -> str:
+    return shown([json.dumps(value)])
+
+
+def are_ids(tensor: Tensor) -> bool:
+    """Whether it holds whole numbers: floats would be cut off to other ids."""
+    return tensor.dtype in (torch.int64, torch.int32)
 
 
 def renamed(tensors: dict[str, Tensor], prefixes: dict[str, str]) -> dict[str, Tensor]:
@@ -251,12 +293,17 @@ def renamed(tensors: dict[str, Tensor], prefixes: dict[str, str]) -> dict[str, T
         for old, new in prefixes.items():
             name = new + name.removeprefix(old) if name.startswith(old) else name
         if name in found:
-            raise RecipeError(f"two tensors are both {name}: one of them is left over from another layout")
+            raise RecipeError(f"two tensors are both {shown([name])}: one of them is left over from another layout")
         found[name] = tensor
     return found
 
 
-def layer_sizes(c: dict[str, Any], geometry: Geometry) -> dict[str, Any]:
+def layer_sizes(raw: Raw, geometry: Geometry) -> dict[str, Any]:
+    """The sizes of the head's own layers. RecipeError for an activation that they don't have."""
+    c = raw.config
+    if c.get("hidden_act") not in (None, "silu", "swish"):
+        raise RecipeError(f"{raw.where}: hidden_act is {_said(c['hidden_act'])}, and a head's layers compute silu: only heads trained with silu can "
+                          "be read")
     heads = c.get("num_attention_heads", geometry.num_heads)
     return {
         "hidden_size": geometry.hidden_size, "max_positions": c.get("max_position_embeddings"),
@@ -283,7 +330,7 @@ def head_rope(raw: Raw) -> dict[str, Any]:
     c = raw.config
     scaling = dict(c.get("rope_scaling") or {})
     old = _rope({"rope_theta": c.get("rope_theta", 10000.0), **scaling})
-    if not isinstance(c.get("rope_parameters"), dict):
+    if c.get("rope_parameters") is None:
         return old
     new = _rope(c["rope_parameters"])
     if "rope_theta" in c and old != new:

@@ -7,6 +7,7 @@ A pickle can run code when it is read. torch's restricted reader (weights_only) 
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftheads.heads.formats import Raw
+from draftheads.heads.formats import Raw, shown
 from draftheads.heads.formats.detect import INDEX, PICKLES, SAFETENSORS
 from draftheads.recipes.schema import RecipeError
 
@@ -52,24 +53,27 @@ def read_raw(folder: Path, *, allow_pickle: bool = False, name: str | None = Non
     return Raw(str(folder), read_config(folder / "config.json"), _pickle(folder / name) if name in PICKLES else _safetensors(folder / name))
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, missing: str = "give the folder of a head") -> dict[str, Any]:
+    """A JSON object. RecipeError: no such file (missing: what to do then), no JSON, JSON of another kind, or nested too deep."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(f"no {path.name} in {path.parent}: give the folder of a head") from None
-    except (OSError, ValueError) as error:
+        raise RecipeError(f"no {path.name} in {path.parent}: {missing}") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"cannot read {path}: {_one_line(error)}; copy or download it again") from None
     if not isinstance(config, dict):
-        raise RecipeError(f"{path} must hold a JSON object, found {type(config).__name__}")
+        raise RecipeError(f"{path} must hold a JSON object, found {type(config).__name__}: copy or download it again")
     return config
 
 
 def read_tensors(folder: Path, *, allow_pickle: bool = False) -> dict[str, Tensor]:
     if (folder / INDEX).is_file():
-        shards = sorted(set(read_config(folder / INDEX).get("weight_map", {}).values()))
-        if any(not isinstance(s, str) or Path(s).name != s for s in shards):
-            raise RecipeError(f"{folder / INDEX} names files outside its folder")
-        return {name: t for shard in shards for name, t in _safetensors(folder / shard).items()}
+        places = read_config(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(s, str) for s in places.values()):
+            raise RecipeError(f"{folder / INDEX}: weight_map must give each tensor the name of a file: copy or download it again")
+        if any(Path(s).name != s for s in places.values()):
+            raise RecipeError(f"{folder / INDEX} names files outside its folder: copy or download the head again")
+        return {name: t for shard in sorted(set(places.values())) for name, t in _safetensors(folder / shard).items()}
     for name in SAFETENSORS:
         if (folder / name).is_file():
             return _safetensors(folder / name)
@@ -95,7 +99,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 def _pickle(path: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # of old pickles and kinds of storage: what is wrong with them is said below
+            warnings.simplefilter("ignore")
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # UnpicklingError for code, RuntimeError, EOFError, … for a damaged file
         if "weights_only" in str(error) or "Unsupported" in str(error):
             raise RecipeError(f"{path} was refused: it holds more than tensors, and reading that can run code; get the head as safetensors") from None
@@ -104,7 +110,16 @@ def _pickle(path: Path) -> dict[str, Tensor]:
         found = found["state_dict"]
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
         raise RecipeError(f"{path} must hold a dict of tensors, found {type(found).__name__} of other things")
+    if odd := [name for name, t in found.items() if not _plain(t)]:
+        raise RecipeError(f"{path}: {shown(odd)} must be dense, unquantised tensors with all their numbers in the file; save them so, or get the "
+                          "head as safetensors")
     return {name: t.contiguous() for name, t in found.items()}
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether its numbers are all in the file: a view that repeats a few of them may ask for any amount of memory."""
+    dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized and not tensor.is_nested
+    return dense and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
 def _one_line(error: Exception) -> str:

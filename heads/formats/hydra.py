@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.formats import Found, Raw
-from draftheads.heads.formats.flat import check_target
-from draftheads.heads.formats.medusa import target_of
+from draftheads.heads.formats.flat import check_config
+from draftheads.heads.formats.medusa import numbers, target_of
 from draftheads.heads.vocab import draft_maps
 from draftheads.recipes.schema import Geometry, RecipeError
 
@@ -24,23 +24,20 @@ __all__ = ["read", "target_of"]
 
 def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
     c, where = raw.config, raw.where
+    check_config(raw, geometry)
     arch, offset = c.get("hydra_head_arch", "mlp"), c.get("hidden_state_offset", 0)
     if arch not in ("mlp", "prefix-mlp") or not c.get("grounded_heads", False):
         raise RecipeError(f"{where}: hydra_head_arch is {arch!r} and grounded_heads {c.get('grounded_heads', False)}; only grounded mlp and "
                           "prefix-mlp heads can be read")
     if offset:
         raise RecipeError(f"{where}: hidden_state_offset is {offset}; only heads on the target's last state (0) can be read")
-    check_target(raw, geometry)
     prefix = arch == "prefix-mlp"
     weights = our_names(raw.tensors, prefix)
     biases = [n for n in weights if re.fullmatch(r"hydra_lm_head\.\d+\.bias", n)]
     biased = any(bool(weights[n].any()) for n in biases)
     if not biased:
         weights = {n: t for n, t in weights.items() if n not in biases}
-    places = [tuple(map(int, m.groups())) for n in weights if (m := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight", n))]
-    if not places:
-        raise RecipeError(f"{where}: no tensors of Hydra heads, found {', '.join(sorted(raw.tensors)[:3])} …")
-    K, N = max(i for i, _ in places) + 1, max(n for _, n in places) + 1
+    K, N = numbers(raw, weights, "Hydra", r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
     for key, found in (("hydra_num_heads", K), ("hydra_num_layers", N)):
         if c.get(key, found) != found:
             raise RecipeError(f"{where}: {key} is {c[key]}, the file holds {found}: the config contradicts the tensors")

@@ -11,23 +11,25 @@ the number of heads from any key with "num" and "heads" in it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats import Files, Found, Raw, Tables, refuse
-from draftheads.heads.formats.flat import check_target, require
+from draftheads.heads.formats import Files, Found, Raw, Tables, refuse, shown
+from draftheads.heads.formats.flat import are_ids, check_config, require
 from draftheads.heads.vocab import draft_maps
 from draftheads.recipes.schema import Geometry, RecipeError
 
+TAKES = ("medusa",)
 WEIGHTS = "medusa_lm_head.safetensors"
 
 
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     if head.config.type != "medusa":
-        raise refuse("medusa", head.config.type, "medusa heads")
+        raise refuse("medusa", head.config.type, TAKES)
     _exportable(head)
     K, N, weights = head.config.medusa_num_heads, head.config.medusa_num_layers, head.state_dict()
     for h in range(K):
@@ -78,12 +80,9 @@ def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
         twice = [k for k in c if "num" in k and "heads" in k and c[k] != c["medusa_num_heads"]]
         if twice:
             raise RecipeError(f"{where}: config.json has {twice[0]} beside medusa_num_heads: vLLM takes either for the number of heads; remove it")
-    check_target(raw, geometry)
+    check_config(raw, geometry)
     weights = our_names(raw.tensors)
-    blocks = [tuple(map(int, m.groups())) for name in weights if (m := re.fullmatch(r"blocks\.(\d+)\.(\d+)\.linear\.weight", name))]
-    if not blocks:
-        raise RecipeError(f"{where}: no tensors of Medusa heads, found {', '.join(sorted(raw.tensors)[:3])} …")
-    K, N = max(h for h, _ in blocks) + 1, max(n for _, n in blocks) + 1
+    K, N = numbers(raw, weights, "Medusa", r"blocks\.(\d+)\.(\d+)\.linear\.weight")
     for key, found in (("medusa_num_heads", K), ("medusa_num_layers", N)):
         said = c.get(key, found)
         if said != found and (ours or key.endswith("layers") or said > found):
@@ -114,6 +113,18 @@ def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
     return Found(section, weights, ids_U, {}, facts)
 
 
+def numbers(raw: Raw, weights: Iterable[str], kind: str, pattern: str) -> tuple[int, int]:
+    """-> how many heads there are, and blocks of each, by the names of their weights (ours). RecipeError where one is left out."""
+    places = {(int(m[1]), int(m[2])) for name in weights if (m := re.fullmatch(pattern, name))}
+    if not places:
+        raise RecipeError(f"{raw.where}: no tensors of {kind} heads, found {shown(sorted(raw.tensors))}: give the folder of a {kind} head")
+    K, N = max(h for h, _ in places) + 1, max(n for _, n in places) + 1
+    if len(places) != K * N:
+        raise RecipeError(f"{raw.where}: {kind} heads are numbered up to {K - 1} and their blocks up to {N - 1}, and the file has {len(places)} of "
+                          "these blocks: it is damaged or incomplete; copy or download it again")
+    return K, N
+
+
 def our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Official and vLLM's names -> ours; others stay, to be told as unknown."""
     found: dict[str, Tensor] = {}
@@ -140,6 +151,8 @@ def _vocabulary(where: str, weights: dict[str, Tensor], V: int) -> Tensor | None
     ids_U = weights.pop("token_map", None)
     if ids_U is None:
         return None
+    if not are_ids(ids_U):
+        raise RecipeError(f"{where}: token_map is {ids_U.dtype}, target ids are int64: get the head as it was trained")
     ids_U = ids_U.long()
     if int(ids_U.min()) < 0 or int(ids_U.max()) >= V or len(ids_U.unique()) != len(ids_U):
         raise RecipeError(f"{where}: token_map must hold distinct target ids in 0 … {V - 1}")

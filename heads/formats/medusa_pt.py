@@ -3,8 +3,8 @@ flow. Only written when asked for by this name, into a folder of its own."""
 
 from __future__ import annotations
 
-from draftheads.heads.formats.medusa import export, read
+from draftheads.heads.formats.medusa import TAKES, export, read
 
-__all__ = ["WEIGHTS", "export", "read"]
+__all__ = ["TAKES", "WEIGHTS", "export", "read"]
 
 WEIGHTS = "medusa_lm_head.pt"

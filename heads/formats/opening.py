@@ -16,7 +16,7 @@ import torch
 from draftheads.heads import build_head
 from draftheads.heads.base import DraftHead
 from draftheads.heads.checkpoint import CONFIG, META, HeadMeta, check_weights, with_own
-from draftheads.heads.formats import Found, layout
+from draftheads.heads.formats import Found, layout, shown
 from draftheads.heads.formats.detect import SAFETENSORS, detect, tensor_names
 from draftheads.heads.formats.folder import read_config, read_raw
 from draftheads.heads.vocab import vocab_hash
@@ -80,10 +80,7 @@ def build(found: Found, geometry: Geometry, where: str) -> DraftHead:
             head = build_head(found.section, with_own(geometry, found.own), found.draft_ids)
     except RecipeError as error:
         raise RecipeError(str(error) if where in str(error) else f"{where}: {error}") from None
-    try:
-        check_weights(head.state_dict(), found.tensors, where)
-    except RecipeError as error:
-        raise RecipeError(f"{error}: the tensors and config.json of this {kind} head contradict each other") from None
+    check_weights(head.state_dict(), found.tensors, where, f"{CONFIG} of this {kind} head")
     head.load_state_dict(found.tensors)
     head.own = dict(found.own)
     return head
@@ -96,7 +93,7 @@ def read_folder(folder: Path, from_: str, geometry: Geometry, allow_pickle: bool
         seen = detect(raw.config, raw.tensors)
     name = seen if module is None else from_
     if name is None:
-        raise RecipeError(f"{folder}: config.json and tensors ({', '.join(sorted(raw.tensors)[:3])} …) are of no draft head that is known here; "
+        raise RecipeError(f"{folder}: config.json and tensors ({shown(sorted(raw.tensors))}) are of no draft head that is known here; "
                           "name its layout with --from")
     with readable(str(folder)):
         found: Found = layout(name, "--from").read(raw, geometry)

@@ -13,6 +13,8 @@ from draftheads.heads.formats import Files, Found, Raw, Tables, refuse
 from draftheads.heads.formats.flat import export_eagle1, export_eagle3, is_eagle1, read_eagle1, read_eagle3
 from draftheads.recipes.schema import Geometry, RecipeError
 
+TAKES = ("eagle", "eagle3")
+
 
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     command = "python -m sglang.launch_server --model-path TARGET --speculative-draft-model-path THIS_FOLDER --speculative-algorithm "
@@ -20,7 +22,7 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
         files = export_eagle1(head, bias=False)
         return Files(files.config, files.tensors, [command + "EAGLE"])
     if head.config.type != "eagle3":
-        raise refuse("SGLang", head.config.type, "eagle and eagle3 heads")
+        raise refuse("SGLang", head.config.type, TAKES)
     if len(head.taps) != 3:
         raise RecipeError(f"head.taps has {len(head.taps)} layers; SGLang's fc is three states wide: train with three, or export to vllm")
     files = export_eagle3(head, tables, "SGLang", always_lm_head=True, unknown=("norm_before_residual", "norm_before_fc"))

@@ -14,6 +14,7 @@ from draftheads.heads.formats import Files, Found, Raw, Tables, refuse
 from draftheads.heads.formats.flat import AUX, export_eagle3, read_eagle3, require
 from draftheads.recipes.schema import Geometry, RecipeError
 
+TAKES = ("eagle3",)
 LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters",
@@ -24,7 +25,7 @@ SPECULATIVE_TOKENS = 4
 
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     if head.config.type != "eagle3":
-        raise refuse("speculators", head.config.type, "eagle3 heads")
+        raise refuse("speculators", head.config.type, TAKES)
     flat = export_eagle3(head, tables, "vLLM", always_lm_head=True, unknown=("fc_bias",))
     c, family = flat.config, head.geometry.model_type
     config = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from draftheads.heads.checkpoint import (
     ADAPTER_WEIGHTS,
     CONFIG,
     META,
+    Adapter,
     HeadMeta,
     adapter_of,
     check_adapter,
+    check_geometry,
     load_head,
     read_meta,
     save_head,
@@ -94,12 +97,17 @@ def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[st
     with atomic_folder(out) as part:
         if adapter is not None:
             (part / ADAPTER).mkdir()
-            for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                shutil.copyfile(adapter.folder / file, part / ADAPTER / file)
+            copy_adapter(adapter, part / ADAPTER)
         written = write(part, files, head, meta, kind, getattr(module, "WEIGHTS", SAFETENSORS[0]))
         again, _ = open_export(part, written, allow_pickle=True)
         difference = compare(head, again, tables)
     return Report(str(out), to, meta.target, len(files.tensors), difference, files.notes)
+
+
+def copy_adapter(adapter: Adapter, folder: Path) -> None:
+    """Its two files, into a folder that is there."""
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        shutil.copyfile(adapter.folder / file, folder / file)
 
 
 def write(folder: Path, files: Files, head: DraftHead, meta: HeadMeta, kind: torch.dtype, name: str) -> HeadMeta:
@@ -165,7 +173,7 @@ def import_head(source: str, out: str | os.PathLike[str], target: str, geometry:
     _check_place(out)
     folder = fetch(source, source_revision, allow_pickle=allow_pickle)
     if (folder / META).is_file():
-        raise RecipeError(f"{folder} has a {META}: it is ours already, use it as it is (specdec-eval --ckpt {folder})")
+        return _import_pickle(folder, out, target, revision, geometry, public_name(source), allow_pickle)
     head, found, name = read_folder(folder, from_, geometry, allow_pickle)
     extra = {"imported": {"layout": name, "source": public_name(source), "facts": found.facts}}
     kinds = {t.dtype for t in found.tensors.values() if t.is_floating_point()}
@@ -174,6 +182,23 @@ def import_head(source: str, out: str | os.PathLike[str], target: str, geometry:
     save_head(head, out, HeadMeta(target=target, revision=revision, geometry=geometry, own=found.own, extra=extra))
     load_head(out, geometry=geometry)
     return Report(str(out), name, target, len(found.tensors), 0.0, found.facts)
+
+
+def _import_pickle(folder: Path, out: Path, target: str, revision: str | None, geometry: Geometry, source: str, allow_pickle: bool) -> Report:
+    """A folder that export wrote as a pickle, which nothing else opens. RecipeError for one that can be used as it is."""
+    meta = read_meta(folder)
+    if meta.layout is None or meta.geometry is None or getattr(layout(meta.layout, "the layout"), "WEIGHTS", None) not in PICKLES:
+        raise RecipeError(f"{folder} has a {META}: it is ours already, use it as it is (specdec-eval --ckpt {folder})")
+    check_geometry(meta.geometry, geometry, str(folder))
+    head, _ = open_export(folder, meta, allow_pickle=allow_pickle)
+    adapter, name = adapter_of(folder, meta), meta.layout
+    if adapter is not None:
+        check_adapter(adapter)
+    meta = meta.model_copy(update={"target": target, "revision": revision, "layout": None,
+                                   "extra": {"imported": {"layout": name, "source": source, "facts": []}}})
+    save_head(head, out, meta, None if adapter is None else partial(copy_adapter, adapter))
+    load_head(out, geometry=geometry)
+    return Report(str(out), name, target, len(head.state_dict()))
 
 
 def _check_place(out: Path) -> None:

@@ -9,10 +9,12 @@ from draftheads.heads.formats import Files, Found, Raw, Tables, refuse
 from draftheads.heads.formats.flat import export_eagle3, read_eagle3
 from draftheads.recipes.schema import Geometry
 
+TAKES = ("eagle3",)  # Medusa heads go to its legacy flow: medusa_pt
+
 
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     if head.config.type != "eagle3":
-        raise refuse("TensorRT-LLM", head.config.type, "eagle3 heads (Medusa's legacy flow reads --to medusa_pt)")
+        raise refuse("TensorRT-LLM", head.config.type, TAKES)
     files = export_eagle3(head, tables, "TensorRT-LLM", always_lm_head=False, unknown=("norm_before_residual",))
     outputs = [k - 1 for k in head.taps if isinstance(k, int)]
     return Files(files.config, files.tensors, [

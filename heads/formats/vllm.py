@@ -16,7 +16,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.formats import Files, Found, Raw, Tables, medusa, refuse
 from draftheads.heads.formats.detect import detect
 from draftheads.heads.formats.flat import (
-    check_target,
+    check_config,
     draft_ids,
     export_eagle1,
     export_eagle3,
@@ -30,6 +30,7 @@ from draftheads.heads.formats.flat import (
 )
 from draftheads.recipes.schema import Geometry, RecipeError
 
+TAKES = ("eagle", "eagle3", "peagle", "dflash", "dspark", "medusa")
 _WARNINGS = {
     "medusa": " More tokens than the head has heads would leave vLLM with random ones.",
     "dflash": " No other number of tokens: the head was trained on blocks of one length. vLLM 0.32 on a CPU reads heads of several layers "
@@ -60,7 +61,7 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     if kind in ("dflash", "dspark"):
         files = export_eagle3(head, tables, "vLLM", always_lm_head=False)
         return Files(files.config, files.tensors, _notes(kind, head.max_depth or 1))
-    raise refuse("vLLM", kind, "eagle, eagle3, peagle, dflash, dspark and medusa heads")
+    raise refuse("vLLM", kind, TAKES)
 
 
 def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
@@ -87,6 +88,7 @@ def _read_block(raw: Raw, geometry: Geometry, ours: bool) -> Found:
     in dflash_config, which goes first, or at the top."""
     c, where, V = raw.config, raw.where, geometry.vocab_size
     facts: list[str] = []
+    check_config(raw, geometry)
     kind = "dspark" if {**c, **(c.get("dflash_config") or {})}.get("markov_rank") else "dflash"
     inner = {**(c if kind == "dspark" else {}), **(c.get("dflash_config") or {})}
     outputs, token, block = inner.get("target_layer_ids"), inner.get("mask_token_id"), c.get("block_size")
@@ -102,7 +104,6 @@ def _read_block(raw: Raw, geometry: Geometry, ours: bool) -> Found:
         require(raw, {"rope_theta": "old transformers take 10000", "rope_parameters": "transformers 5 takes theta 10000",
                       "draft_vocab_size": "write the number of rows of lm_head", "tie_word_embeddings": "write false", "head_dim": "write it",
                       "num_hidden_layers": "write it"})
-    check_target(raw, geometry)
     odd = set(c.get("layer_types") or ()) - {"full_attention"}
     if odd or c.get("tie_word_embeddings") or c.get("attention_bias"):
         raise RecipeError(f"{where}: only full attention without biases and untied heads can be read, found layer_types {sorted(odd)}, "
@@ -114,7 +115,7 @@ def _read_block(raw: Raw, geometry: Geometry, ours: bool) -> Found:
     if taps != sorted(set(taps)) or not all(0 <= k < geometry.num_layers for k in taps):
         raise RecipeError(f"{where}: target_layer_ids {outputs} must be distinct, rising and in 0 … {geometry.num_layers - 2} for this target")
     section = {"type": kind, "taps": taps, "draft_vocab_size": U, "freeze_lm_head": "lm_head.weight" not in weights, "block_size": block,
-               "mask_token_id": token, "num_layers": c.get("num_hidden_layers", 1), **layer_sizes(c, geometry)}
+               "mask_token_id": token, "num_layers": c.get("num_hidden_layers", 1), **layer_sizes(raw, geometry)}
     if kind == "dspark":
         rank = section["markov_rank"] = inner["markov_rank"]
         if not ours and not any(n.startswith("confidence_head.") for n in weights):
