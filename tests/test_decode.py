@@ -152,7 +152,7 @@ def test_autoregressive_path_equals_transformers_generate(family: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    family=st.sampled_from(["llama", "gemma3_text"]), lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    family=st.sampled_from(["llama", "gemma3_text"]), lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6, unique=True),
     batch_size=st.integers(1, 4), gamma=st.integers(1, 5), wrong=st.sampled_from(list(WRONG)), shape=st.sampled_from(["chain", "tree"]),
     new=st.lists(st.integers(1, 24), min_size=6, max_size=6), eos=st.integers(0, 127),
 )

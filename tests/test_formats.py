@@ -139,8 +139,6 @@ CASES = [
     ("medusa", "medusa", {"medusa_num_heads": 3}, OFFICIAL_MEDUSA),
     ("medusa", "medusa", {"medusa_num_heads": 3, "freeze_lm_head": True}, OFFICIAL_MEDUSA),
     ("vllm", "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 2}, VLLM_MEDUSA | {f"lm_heads.{h}.weight": (V, H) for h in range(3)}),
-    ("vllm", "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 2, "draft": U, "freeze_lm_head": True},
-     VLLM_MEDUSA | {"lm_head.weight": (U, H), "token_map": (U,)}),
     ("vllm", "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 2, "freeze_lm_head": True}, VLLM_MEDUSA | {"lm_head.weight": (V, H)}),
 ]
 
@@ -410,7 +408,8 @@ def test_only_exports_are_replaced(written, tmp_path):
     ("eagle3", {**PLAIN, "norm_before_residual": True}, "trtllm", "knows no such thing"),
     ("eagle3", {**PLAIN, **BEFORE}, "eagle", "knows no such thing"),
     ("eagle3", {"fc_bias": True}, "vllm", "sglang, trtllm"), ("eagle3", {"fc_bias": True}, "speculators", "sglang, trtllm"),
-    ("peagle", {"fc_bias": True}, "vllm", "head.fc_bias is true"), ("medusa", {"draft": U}, "vllm", "share one lm_head"),
+    ("peagle", {"fc_bias": True}, "vllm", "head.fc_bias is true"), ("medusa", {"draft": U}, "vllm", "over a reduced vocabulary"),
+    ("medusa", {"draft": U, "freeze_lm_head": True}, "vllm", "over a reduced vocabulary"),
     ("eagle3", {}, "medusa", "it takes medusa heads"), ("eagle", {}, "speculators", "it takes eagle3"), ("eagle", {}, "trtllm", "it takes eagle3"),
     ("eagle", {"draft": U}, "vllm", "whole lm_head"), ("eagle", {"fc_bias": True}, "vllm", "drops it silently"),
     ("medusa", {"draft": U}, "medusa", "no reduced vocabulary"), ("medusa", {"medusa_num_layers": 2}, "medusa", "one block's weights"),
@@ -704,15 +703,14 @@ def renamed_hydra(weights):
     ("medusa", {}, "medusa", {"quantization_config": {"bits": 4}}, "only unquantised"),
     ("medusa", {}, "medusa", {"medusa_fc_bias": 1}, "true or false"),
     ("medusa", {}, "medusa", {"max_position_embeddings": -1}, "whole number"), ("medusa", {}, "medusa", renamed_medusa, "up to 99999999"),
-    ("medusa", {"draft": U, "freeze_lm_head": True}, "vllm", lambda t: t.update(token_map=t["token_map"] + 0.4), "token_map is torch.float32"),
-    ("hydra", {"hydra_num_heads": 2, "hydra_num_layers": 1}, None, {"grounded_heads": "yes"}, "grounded_heads must be"),
-    ("hydra", {"hydra_num_heads": 2, "hydra_num_layers": 1}, None, renamed_hydra, "up to 99999999"),
+    ("hydra", {"hydra_num_heads": 3, "hydra_num_layers": 1}, None, {"grounded_heads": "yes"}, "grounded_heads must be"),
+    ("hydra", {"hydra_num_heads": 3, "hydra_num_layers": 1}, None, renamed_hydra, "up to 99999999"),
 ])
 def test_other_kinds_of_heads_that_would_be_misread(tmp_path, type, section, to, change, said):
     head = make_head("eagle3" if type == "speculators" else type, **section)
     if to is None:
         weights = {n: t for n, t in head.state_dict().items() if n not in ("d2t", "t2d")}
-        config = {"hydra_num_heads": 2, "hydra_num_layers": 1, "grounded_heads": True}
+        config = {"hydra_num_heads": 3, "hydra_num_layers": 1, "grounded_heads": True}
     else:
         export_head(checkpoint(tmp_path / "ckpt", head), to, tmp_path / "a", tables())
         weights, config = load_file(next((tmp_path / "a").glob("*.safetensors"))), json.loads((tmp_path / "a" / "config.json").read_text())

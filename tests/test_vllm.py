@@ -4,8 +4,8 @@ Interpolating heads: the last linear map of a random head is solved so that, by 
 engine computes the same function of the exported folder (positions, taps, norms, vocabulary, masks), it accepts every draft; greedy text alone
 would be right for any head.
 
-Trained heads: heads of SmolLM2, trained here for some steps each, or those of a folder of benchmarks/heads.py that HEADS_FOLDER names. The engine's
-acceptance length and rates per position are specdec-eval's within 2 %, and the texts are the same.
+Trained heads: heads of SmolLM2, trained here for some steps each, or those of a folder of benchmarks/all_heads.py that HEADS_FOLDER names. The
+engine's acceptance length and rates per position are specdec-eval's within 2 %, and the texts are the same.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from draftheads.inference.target import Target
 from draftheads.train.align import align
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import all_heads as heads
 import judge
-
-import heads  # noqa: TID251 - benchmarks/heads.py
 
 pytestmark = pytest.mark.vllm
 GAMMA, FITTED = 3, 40
@@ -251,7 +250,7 @@ def test_a_folder_altered_behind_our_back_is_accepted_less(name, served):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """HEADS_FOLDER: of a finished `benchmarks/heads.py train`. Otherwise some steps of training for each head here, on 96 prompts."""
+    """HEADS_FOLDER: of a finished `benchmarks/all_heads.py train`. Otherwise some steps of training for each head here, on 96 prompts."""
     if folder := os.environ.get("HEADS_FOLDER"):
         return heads.Place(Path(folder).absolute())
     made = heads.Place(tmp_path_factory.mktemp("heads"), limit=96, steps=12)
@@ -262,7 +261,7 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("name", [n for n, h in heads.HEADS.items() if h.method is not None])
 def test_the_engine_s_acceptance_is_what_specdec_eval_says(name, place):
     if heads.HEADS[name].tunes and place.steps is not None:
-        pytest.skip("a step of a tuned target takes half a minute: HEADS_FOLDER of benchmarks/heads.py has one")
+        pytest.skip("a step of a tuned target takes half a minute: HEADS_FOLDER of benchmarks/all_heads.py has one")
     heads.train(place, name)
     heads.engine(place, name)
     found = place.results(name)["engine"]

@@ -38,7 +38,7 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
                 raise RecipeError(f"the official Medusa uses one block's weights for all {N} blocks of a head; these differ: export to vllm, or "
                                   "train with head.medusa_num_layers 1")
     if len(head.d2t) != head.geometry.vocab_size:
-        raise RecipeError("the official Medusa has no reduced vocabulary: train without head.draft_vocab_size, or export to vllm")
+        raise RecipeError("the official Medusa has no reduced vocabulary: train without head.draft_vocab_size")
     tensors: dict[str, Tensor] = {}
     for h in range(K):
         for n in range(N):
@@ -52,19 +52,18 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
 
 
 def export_vllm(head: DraftHead, tables: Tables) -> Files:
-    """RecipeError for lm_heads of their own over a reduced vocabulary: vLLM 0.32 makes them of the whole one, and stops at fewer rows."""
+    """RecipeError for a reduced vocabulary: vLLM 0.32 makes lm_heads of their own of the whole one, and stops at fewer rows; and for a shared one's
+    token_map it stops as well, since it does not count as loaded (seen in the engine)."""
     _exportable(head)
+    if len(head.d2t) != head.geometry.vocab_size:
+        raise RecipeError("vLLM 0.32 loads no Medusa head over a reduced vocabulary: train without head.draft_vocab_size (head.freeze_lm_head: true "
+                          "keeps it small)")
     weights = head.state_dict()
     tensors = {re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", n): t for n, t in weights.items() if n not in ("d2t", "t2d")}
     rows = [tensors[n] for n in tensors if n.startswith("lm_heads.")] or [head.rows_UD(tables.lm_head_VD)]
     shared = all(torch.equal(t, rows[0]) for t in rows)
     if shared:  # one for all heads: a K-th of the file
         tensors = {n: t for n, t in tensors.items() if not n.startswith("lm_heads.")} | {"lm_head.weight": rows[0]}
-    if len(head.d2t) != head.geometry.vocab_size:
-        if not shared:
-            raise RecipeError("vLLM has a reduced vocabulary only for Medusa heads that share one lm_head, and these have their own: train with "
-                              "head.freeze_lm_head: true, or without head.draft_vocab_size")
-        tensors["token_map"] = head.target_ids_U()
     config = {k: v for k, v in head.engine_config().items() if k != "draft_vocab_size"}
     return Files(config | {"original_lm_head": shared}, tensors)
 

@@ -1,11 +1,11 @@
 """Every head on the same rows with the same budget: train, export, judge by specdec-eval and by vLLM. The table of RESULTS.md.
 
-    python benchmarks/heads.py distil  --folder runs/heads                  rows with the union of all taps, once (Medusa-2: the same answers)
-    python benchmarks/heads.py probe   --folder runs/heads                  how many steps the budget allows: on an idle machine
-    python benchmarks/heads.py train   --folder runs/heads --heads EAGLE-3  15 minutes of one core
-    python benchmarks/heads.py engine  --folder runs/heads                  export, specdec-eval and vLLM on the same prompts (make env-vllm first)
-    python benchmarks/heads.py measure --folder runs/heads                  τ of a tree, draft cost, speed-up: on an idle machine
-    python benchmarks/heads.py table   --folder runs/heads
+    python benchmarks/all_heads.py distil  --folder runs/heads                  rows with the union of all taps, once
+    python benchmarks/all_heads.py probe   --folder runs/heads                  how many steps the budget allows: on an idle machine
+    python benchmarks/all_heads.py train   --folder runs/heads --heads EAGLE-3  15 minutes of one core
+    python benchmarks/all_heads.py engine  --folder runs/heads                  export, specdec-eval and vLLM (make env-vllm first)
+    python benchmarks/all_heads.py measure --folder runs/heads                  τ of a tree, draft cost, speed-up: on an idle machine
+    python benchmarks/all_heads.py table   --folder runs/heads
 
 Every stage keeps what it has finished and goes on from there. A budget in minutes is turned into optimizer steps by a short run of the same recipe,
 so that what is trained does not depend on what else the machine does meanwhile. One core, so that two heads may be trained side by side.
@@ -50,9 +50,9 @@ class Head:
 
 
 HEADS = {
-    # vLLM serves a reduced vocabulary of Medusa's with one lm_head only.
-    "Medusa-1": Head("medusa", {"head.freeze_lm_head": True}, entry="medusa", method="medusa"),
-    "Medusa-2": Head("medusa2", {"head.freeze_lm_head": True}, entry="medusa", method="medusa", tunes=True),
+    # vLLM loads no Medusa head over a reduced vocabulary; with the target's lm_head shared, the whole one is affordable.
+    "Medusa-1": Head("medusa", {"head.freeze_lm_head": True, "head.draft_vocab_size": None}, entry="medusa", method="medusa"),
+    "Medusa-2": Head("medusa2", {"head.freeze_lm_head": True, "head.draft_vocab_size": None}, entry="medusa", method="medusa", tunes=True),
     "Hydra++": Head("hydra", {"head.prefix_layer": True}, entry="medusa", reason="no engine loads Hydra"),
     # EAGLE-1's layout knows no reduced vocabulary.
     "EAGLE-1": Head("eagle", {"head.draft_vocab_size": None}, method="eagle"),
