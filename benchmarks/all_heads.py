@@ -35,8 +35,8 @@ TREE = "dynamic:depth=5,top_k=8,nodes=24"
 
 @dataclass
 class Head:
-    """recipe: in recipes/; sets: overrides of it; method: vLLM's name, None where no engine loads it; reason: why not, for the table; tunes: has a
-    target of its own."""
+    """recipe: in recipes/; sets: overrides of it; method: vLLM's name, None where no engine loads it; reason: why not, for the table; whole: exported
+    over the whole vocabulary, for a layout without a reduced one; tunes: has a target of its own."""
 
     recipe: str
     sets: dict[str, Any] = field(default_factory=dict)
@@ -46,17 +46,17 @@ class Head:
     gamma: int = GAMMA
     trees: bool = True
     reason: str = ""
+    whole: bool = False
     tunes: bool = False
 
 
 HEADS = {
-    # vLLM loads no Medusa head over a reduced vocabulary; with the target's lm_head shared, the whole one is affordable.
-    "Medusa-1": Head("medusa", {"head.freeze_lm_head": True, "head.draft_vocab_size": None}, entry="medusa", method="medusa"),
-    "Medusa-2": Head("medusa2", {"head.freeze_lm_head": True, "head.draft_vocab_size": None}, entry="medusa", method="medusa", tunes=True),
+    # No layout of EAGLE-1 has a reduced vocabulary, and vLLM loads no such Medusa. With the target's lm_head they are trained over one all the same.
+    "Medusa-1": Head("medusa", {"head.freeze_lm_head": True}, entry="medusa", method="medusa", whole=True),
+    "Medusa-2": Head("medusa2", {"head.freeze_lm_head": True}, entry="medusa", method="medusa", whole=True, tunes=True),
     "Hydra++": Head("hydra", {"head.prefix_layer": True}, entry="medusa", reason="no engine loads Hydra"),
-    # EAGLE-1's layout knows no reduced vocabulary.
-    "EAGLE-1": Head("eagle", {"head.draft_vocab_size": None}, method="eagle"),
-    "HASS": Head("hass", reason="as EAGLE-1; reduced vocabulary"),
+    "EAGLE-1": Head("eagle", method="eagle", whole=True),
+    "HASS": Head("hass", method="eagle", whole=True),
     "EAGLE-3": Head("", {"head.fc_norm": False, "head.norm_output": False}, method="eagle3"),
     "EAGLE-3.1": Head("", method="eagle3"),
     # No deeper than the drafts that are measured: each depth costs as much as a step of EAGLE-3.
@@ -173,7 +173,7 @@ def engine(place: Place, name: str) -> None:
         ckpt, target = place.folder / "export" / name, place.folder / "target"
         if head.tunes:
             target = place.folder / f"target-{name}"
-        also = [] if target.exists() else ["--target-out", str(target)]
+        also = ([] if target.exists() else ["--target-out", str(target)]) + (["--whole-vocabulary"] if head.whole else [])
         call([sys.executable, "-m", "draftheads.eval.cli", "export", "--ckpt", str(place.run(name)), "--to", "vllm", "--out", str(ckpt), *also],
              os.cpu_count() or 1)
     found = agree(name, ckpt, target, head.method, gamma=head.gamma, per_category=PER_CATEGORY, max_new_tokens=TOKENS, extra=head.extra)

@@ -27,6 +27,9 @@ def export_head(
     target: Annotated[str | None, typer.Option(help="The target, where the place that the checkpoint names is no longer right.")] = None,
     target_out: Annotated[Path | None, typer.Option("--target-out", help="Also (without --to: only) write the target, as an ordinary transformers "
                                                                          "folder; tuned, where the head was trained with train.lora.")] = None,
+    whole_vocabulary: Annotated[bool, typer.Option("--whole-vocabulary", help="A head that was trained over a reduced draft vocabulary and shares "
+                                                                              "the target's lm_head (head.freeze_lm_head), over the whole one: "
+                                                                              "for layouts without a draft vocabulary.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a head as an engine loads it, unmodified; read it again as the engine would and compare its logits before anything is kept.
@@ -47,6 +50,8 @@ def export_head(
     """
     if to is None and target_out is None:
         raise RecipeError("nothing to write: say --to LAYOUT for the head, --target-out DIR for the target, or both")
+    if to is None and whole_vocabulary:
+        raise RecipeError("--whole-vocabulary is about the head, and without --to LAYOUT none is written")
     if to is None and out is not None:
         raise RecipeError("--out is where the head goes, and without --to LAYOUT none is written; the target goes to --target-out")
     if to is not None:
@@ -80,7 +85,7 @@ def export_head(
         if found is None:
             loaded = loaded or load_target(section, checkpoint.adapter, device="cpu")
             found = loaded.embed_VD, loaded.lm_head_VD, loaded.geometry
-        made = export(folder, to, goal, Tables(found[0], found[1]), dtype=dtype, geometry=found[2])
+        made = export(folder, to, goal, Tables(found[0], found[1]), dtype=dtype, geometry=found[2], whole_vocabulary=whole_vocabulary)
         report = made.as_json()
         lines.append(f"wrote {goal}: {made.tensors} tensors, logits as the checkpoint's (difference {made.difference:.0e})")
     if target_out is not None and loaded is not None:

@@ -411,7 +411,7 @@ def test_only_exports_are_replaced(written, tmp_path):
     ("peagle", {"fc_bias": True}, "vllm", "head.fc_bias is true"), ("medusa", {"draft": U}, "vllm", "over a reduced vocabulary"),
     ("medusa", {"draft": U, "freeze_lm_head": True}, "vllm", "over a reduced vocabulary"),
     ("eagle3", {}, "medusa", "it takes medusa heads"), ("eagle", {}, "speculators", "it takes eagle3"), ("eagle", {}, "trtllm", "it takes eagle3"),
-    ("eagle", {"draft": U}, "vllm", "whole lm_head"), ("eagle", {"fc_bias": True}, "vllm", "drops it silently"),
+    ("eagle", {"draft": U}, "vllm", "--whole-vocabulary"), ("eagle", {"freeze_lm_head": False}, "vllm", "trained its own"), ("eagle", {"fc_bias": True}, "vllm", "drops it silently"),
     ("medusa", {"draft": U}, "medusa", "no reduced vocabulary"), ("medusa", {"medusa_num_layers": 2}, "medusa", "one block's weights"),
     ("medusa", {"taps": [3]}, "vllm", "final state only"), ("medusa", {}, "sglang", "it takes eagle"), ("eagle3", {}, "hydra", "only be imported"),
     ("eagle3", {}, "vlm", "did you mean 'vllm'"),
@@ -419,6 +419,29 @@ def test_only_exports_are_replaced(written, tmp_path):
 def test_what_an_engine_cannot_express_is_refused(tmp_path, type, section, to, said):
     with pytest.raises(RecipeError, match=said):
         export_head(checkpoint(tmp_path / "ckpt", make_head(type, **section)), to, tmp_path / "out", tables())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("type", "section", "to"), [
+    ("eagle", {"draft": U}, "vllm"), ("eagle", {"draft": U}, "eagle"), ("medusa", {"draft": U, "freeze_lm_head": True}, "vllm"),
+    ("medusa", {"draft": U, "freeze_lm_head": True}, "medusa"), ("eagle3", {"draft": U}, "vllm"), ("medusa", {"freeze_lm_head": True}, "vllm"),
+])
+def test_a_head_that_borrows_its_lm_head_is_exported_over_the_whole_vocabulary(tmp_path, type, section, to):
+    head = make_head(type, **section)
+    checkpoint(tmp_path / "ckpt", head)
+    export_head(tmp_path / "ckpt", to, tmp_path / "out", tables(), whole_vocabulary=True)
+    wide, _ = load_head(tmp_path / "out")
+    assert len(wide.d2t) == V
+    narrow, whole, ids_U = logits(head), logits(wide), head.target_ids_U()
+    assert whole.isfinite().all()
+    torch.testing.assert_close(whole[..., ids_U], narrow[..., ids_U], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("type", ["eagle3", "medusa"])
+def test_an_lm_head_of_a_reduced_vocabulary_is_not_made_whole(tmp_path, type):
+    checkpoint(tmp_path / "ckpt", make_head(type, draft=U, freeze_lm_head=False))
+    with pytest.raises(RecipeError, match="freeze_lm_head: true"):
+        export_head(tmp_path / "ckpt", "vllm", tmp_path / "out", tables(), whole_vocabulary=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -187,8 +187,10 @@ def export_eagle1(head: DraftHead, bias: bool) -> Files:
     """
     if tuple(head.taps) != ("final",):
         raise RecipeError(f"head.taps is {list(head.taps)}; EAGLE-1 layouts give a head the target's final state only: train with taps [final]")
-    if len(head.d2t) != head.geometry.vocab_size or "lm_head.weight" in head.state_dict():
-        raise RecipeError("EAGLE-1 layouts use the target's whole lm_head: train with head.freeze_lm_head: true and without head.draft_vocab_size")
+    if "lm_head.weight" in head.state_dict():
+        raise RecipeError("EAGLE-1 layouts use the target's lm_head, this head has trained its own: train with head.freeze_lm_head: true")
+    if len(head.d2t) != head.geometry.vocab_size:
+        raise RecipeError("EAGLE-1 layouts have no reduced vocabulary: export with --whole-vocabulary, or train without head.draft_vocab_size")
     config = {k: v for k, v in head.engine_config().items() if k not in (*PRIVATE, "draft_vocab_size")}
     weights = {k: v for k, v in head.state_dict().items() if k not in ("d2t", "t2d")}
     weights.setdefault("fc.bias", torch.zeros_like(weights["fc.weight"][:, 0]))

@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from draftheads.heads import build_head
 from draftheads.heads.base import DraftHead
 from draftheads.heads.checkpoint import (
     ADAPTER,
@@ -72,8 +73,9 @@ class Report:
 
 
 def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[str], tables: Tables, *, dtype: str | None = None,
-                geometry: Geometry | None = None) -> Report:
+                geometry: Geometry | None = None, whole_vocabulary: bool = False) -> Report:
     """Write the checkpoint's head for an engine. tables, geometry: the target's. dtype: of the floating tensors; None: as in the checkpoint.
+    whole_vocabulary: as widened() has it.
 
     RecipeError where the engine cannot express this head, where a check of the written folder fails, or where `out` holds something else.
     """
@@ -84,6 +86,8 @@ def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[st
         raise RecipeError(f"--dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
     _check_place(out)
     head, meta = load_head(ckpt, geometry=geometry)
+    if whole_vocabulary:
+        head = widened(head)
     kind = getattr(torch, dtype or stored_dtype(Path(ckpt)))
     head, tables = rounded(head, tables, kind)
     meta = meta.model_copy(update={"target": public_name(meta.target), "extra": {}, "layout": to})
@@ -102,6 +106,26 @@ def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[st
         again, _ = open_export(part, written, allow_pickle=True)
         difference = compare(head, again, tables)
     return Report(str(out), to, meta.target, len(files.tensors), difference, files.notes)
+
+
+def widened(head: DraftHead) -> DraftHead:
+    """The head over the target's whole vocabulary: what it computes before the target's lm_head, which it borrows, knows no vocabulary. So one may be
+    trained over a reduced vocabulary, which makes a step several times cheaper, and served where an engine wants the whole. It drafts other tokens
+    then: judge the exported folder. RecipeError for a head with weights of its own for the tokens of its vocabulary."""
+    if len(head.d2t) == head.geometry.vocab_size:
+        return head
+    maps = ("d2t", "t2d")
+    section = head.config.model_dump(mode="json") | {"draft_vocab_size": None}
+    with torch.random.fork_rng(devices=[]):
+        wide = build_head(section, head.geometry)
+    state, wanted = head.state_dict(), wide.state_dict()
+    own = [n for n in state if n not in maps and (n not in wanted or wanted[n].shape != state[n].shape)]
+    if own:
+        raise RecipeError(f"--whole-vocabulary: the head has trained {own[0]} for the {len(head.d2t)} tokens of its draft vocabulary; train with "
+                          "head.freeze_lm_head: true, or leave the option out")
+    wide.load_state_dict(state | {n: wanted[n] for n in maps})
+    wide.own = head.own
+    return wide
 
 
 def copy_adapter(adapter: Adapter, folder: Path) -> None:
