@@ -57,8 +57,8 @@ def export_vllm(head: DraftHead, tables: Tables) -> Files:
     token_map it stops as well, since it does not count as loaded (seen in the engine)."""
     _exportable(head)
     if len(head.d2t) != head.geometry.vocab_size:
-        raise RecipeError("vLLM 0.32 loads no Medusa head over a reduced vocabulary: train without head.draft_vocab_size, or with head.freeze_lm_head: "
-                          "true and export with --whole-vocabulary")
+        raise RecipeError("vLLM 0.32 loads no Medusa head over a reduced vocabulary: train without head.draft_vocab_size, or with "
+                          "head.freeze_lm_head: true and export with --whole-vocabulary")
     weights = head.state_dict()
     tensors = {re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", n): t for n, t in weights.items() if n not in ("d2t", "t2d")}
     rows = [tensors[n] for n in tensors if n.startswith("lm_heads.")] or [head.rows_UD(tables.lm_head_VD)]
