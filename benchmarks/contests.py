@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftheads.data.conversations import Conversation, read_prompts
+from draftheads.data.conversations import Conversation
+from draftheads.data.select import read_prompts
 from draftheads.eval.blocks import no_collection
 from draftheads.eval.progress import Progress
 from draftheads.eval.stats import Interval, Throughput, ratio_interval

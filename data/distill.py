@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from draftheads.data.conversations import Conversation, read_prompts
+from draftheads.data.conversations import Conversation
 from draftheads.data.features import (
     FORMAT,
     RowStore,
@@ -37,6 +37,8 @@ from draftheads.data.features import (
 )
 from draftheads.data.progress import Progress, clock, say
 from draftheads.data.regenerate import Regenerated, Taps, first_prompt_ids, prompt_room, regenerate
+from draftheads.data.select import recipe_prompts
+from draftheads.data.template import Refused
 from draftheads.heads import head_config
 from draftheads.inference.requests import Round
 from draftheads.inference.target import Target, load_target
@@ -45,6 +47,8 @@ from draftheads.recipes.schema import Recipe, RecipeError, content_hash
 
 # Of data.*, what decides a shard's content. batch_size does not (rows don't depend on their batch-mates), so it may change on resuming.
 CONTENT = ("max_prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "shard_rows", "features", "drop_loops", "seed")
+# Options that came later: where they are left at what was done before them, rows made before them are these.
+LATER = {"min_prompt_tokens": 1}
 SAMPLE = 256  # prompts whose lengths stand for all in estimates
 PROBE_BYTES = 1 << 20
 
@@ -57,7 +61,7 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
     """
     began = time.monotonic()
     folder = rows_folder(recipe)
-    conversations, dropped = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
+    conversations, dropped = recipe_prompts(recipe)
     if recipe.data.rows is not None:
         store = _lent(recipe, target or load_target(recipe.target), folder, conversations)
         say(f"distil: {len(store)} rows of another run in {folder} (data {store.hash}), nothing to do", enabled=progress)
@@ -88,7 +92,7 @@ def same_prompts(recipe: Recipe) -> bool | None:
     """Whether the rows of this run answer the very prompts that the recipe selects now; None where either cannot be read (any more)."""
     try:
         made = json.loads((rows_folder(recipe) / "manifest.json").read_text(encoding="utf-8"))["request"]["prompts"]
-        conversations, _ = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
+        conversations, _ = recipe_prompts(recipe)
     except (OSError, ValueError, KeyError, TypeError):  # a RecipeError is a ValueError
         return None
     return bool(made == _prompts_hash(conversations))
@@ -154,7 +158,8 @@ def _facts(recipe: Recipe, target: Target, taps: Taps | None, conversations: Seq
 
 def _data_facts(recipe: Recipe, conversations: Sequence[Conversation]) -> dict[str, Any]:
     data = recipe.data.model_dump(mode="json")
-    return {"data": {k: data[k] for k in CONTENT}, "prompts": _prompts_hash(conversations)}
+    later = {k: data[k] for k, before in LATER.items() if data[k] != before}
+    return {"data": {k: data[k] for k in CONTENT} | later, "prompts": _prompts_hash(conversations)}
 
 
 def _prompts_hash(conversations: Sequence[Conversation]) -> str:
@@ -245,13 +250,17 @@ def _shard_key(facts: dict[str, Any], number: int) -> str:
 def _check_prompts(target: Target, recipe: Recipe, conversations: Sequence[Conversation], taps: Taps | None, folder: Path) -> None:
     """Before any long work: some prompt fits, and the disk holds what is to come."""
     room = prompt_room(target, recipe.data)
-    if (chat := next((c for c in conversations if c.text is None), None)) is not None:
-        first_prompt_ids(target.tokenizer, chat)  # is there a chat template?
     lengths: list[int] = []
-    for conversation in conversations:
-        lengths.append(len(first_prompt_ids(target.tokenizer, conversation)))
+    refused: list[Refused] = []
+    for conversation in sorted(conversations, key=lambda c: c.text is not None):  # chats first: is there a chat template?
+        try:
+            lengths.append(len(first_prompt_ids(target.tokenizer, conversation)))
+        except Refused as refusal:  # of one of many; regenerate counts it
+            refused.append(refusal)
         if len(lengths) >= SAMPLE and min(lengths) <= room:
             break
+    if not lengths:
+        raise refused[0]
     fitting = [n for n in lengths if n <= room]
     if not fitting:
         raise RecipeError(f"all {len(lengths)} prompts are longer than {room} tokens (the shortest has {min(lengths)}); raise "

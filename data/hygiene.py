@@ -6,38 +6,53 @@ texts are compared whole. Words are lower-cased runs of letters and digits, so p
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 
 from draftheads.data.conversations import Conversation
 
 WORD = re.compile(r"\w+")
+WORDS = 13
 
 
-def grams(text: str, n: int = 13) -> Iterator[tuple[str, ...]]:
-    """All runs of n words; the whole text where it has fewer."""
+def grams(text: str, n: int = WORDS) -> Iterator[str]:
+    """All runs of n words, joined by blanks; the whole text where it has fewer."""
     words = WORD.findall(text.lower())
     if words:
-        yield from (tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1)))
+        yield from (" ".join(words[i : i + n]) for i in range(max(1, len(words) - n + 1)))
 
 
-def contaminated(train: Iterable[Conversation], held_out: Iterable[Conversation], n: int = 13) -> dict[str, tuple[str, str]]:
-    """Training id → (held-out id, the shared words), for every training prompt that shares an n-gram with a held-out one.
+class Seen:
+    """The runs of n words in some prompts. User and assistant turns count; a system prompt may well be shared by design."""
 
-    User and assistant turns count; a system prompt may well be shared by design.
-    """
-    seen: dict[tuple[str, ...], str] = {}
-    for conversation in held_out:
+    def __init__(self, held_out: Iterable[Conversation], n: int = WORDS) -> None:
+        self.n = n
+        self._ids: dict[bytes, str] = {}
+        for conversation in held_out:
+            for text in _texts(conversation):
+                for gram in grams(text, n):
+                    self._ids.setdefault(_key(gram), conversation.id)
+
+    def shared(self, conversation: Conversation) -> tuple[str, str] | None:
+        """(id of the held-out prompt, the words shared with it), or None."""
         for text in _texts(conversation):
-            for gram in grams(text, n):
-                seen.setdefault(gram, conversation.id)
-    found: dict[str, tuple[str, str]] = {}
-    for conversation in train:
-        hit = next((g for text in _texts(conversation) for g in grams(text, n) if g in seen), None)
-        if hit is not None:
-            found[conversation.id] = (seen[hit], " ".join(hit))
-    return found
+            for gram in grams(text, self.n):
+                if (found := self._ids.get(_key(gram))) is not None:
+                    return found, gram
+        return None
+
+
+def contaminated(train: Iterable[Conversation], held_out: Iterable[Conversation], n: int = WORDS) -> dict[str, tuple[str, str]]:
+    """Training id → (held-out id, the shared words), for every training prompt that shares an n-gram with a held-out one."""
+    seen = Seen(held_out, n)
+    return {c.id: found for c in train if (found := seen.shared(c)) is not None}
+
+
+def _key(gram: str) -> bytes:
+    """Long evaluation prompts have millions of runs: eight bytes each, and not their words."""
+    return hashlib.blake2b(gram.encode(), digest_size=8).digest()
 
 
 def _texts(conversation: Conversation) -> list[str]:
-    return [conversation.text] if conversation.text else [m["content"] for m in conversation.messages if m["role"] != "system"]
+    return [conversation.text] if conversation.text else [m["content"] for m in conversation.messages if m["role"] not in ("system", "tool")]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftheads.data import template
-from draftheads.data.conversations import Conversation, Message
+from draftheads.data.conversations import Ask, Conversation, Message
 from draftheads.data.features import Row, row_seed
 from draftheads.inference.decode import decode
 from draftheads.inference.drafters.none import NoDrafter
@@ -41,11 +41,11 @@ class Regenerated:
 
 @dataclass
 class _Talk:
-    """A conversation under way. history: what the target is sent next; waiting: the user turns after that."""
+    """A conversation under way. history: what the target is sent next; waiting: what is asked after that."""
 
     conversation: Conversation
     history: list[Message]
-    waiting: list[Message]
+    waiting: list[Ask]
     turn: int = 1
 
 
@@ -79,7 +79,7 @@ def prompt_ids(tokenizer: Any, conversation: Conversation, history: Sequence[Mes
     """What the target is sent: the rendered history, or a plain text as it is (with the tokenizer's own BOS)."""
     if conversation.text is not None:
         return template.encode(tokenizer, conversation.text, special=True)
-    return template.render(tokenizer, history, add_generation_prompt=True)
+    return template.render(tokenizer, history, add_generation_prompt=True, tools=conversation.tools)
 
 
 def first_prompt_ids(tokenizer: Any, conversation: Conversation) -> list[int]:
@@ -104,9 +104,8 @@ def pick_temperature(temperature: float | list[float], seed: int, row_id: str) -
 
 
 def _begin(conversation: Conversation) -> _Talk:
-    users = [m for m in conversation.messages if m["role"] == "user"]
-    system = [m for m in conversation.messages if m["role"] == "system"]
-    return _Talk(conversation, system + users[:1], users[1:])
+    first, *later = conversation.asks() or [Ask([])]
+    return _Talk(conversation, first.added, later)
 
 
 class _Lazy:
@@ -135,11 +134,18 @@ class _Work:
         self.rows: dict[str, list[Row]] = {}
 
     def request(self, talk: _Talk) -> Request | None:
-        """The next turn's request; None, and counted, where its prompt is too long."""
-        ids = prompt_ids(self.target.tokenizer, talk.conversation, talk.history)
+        """The next turn's request; None, and counted, where its prompt is too long or too short, or the template refuses it."""
+        later = "" if talk.turn == 1 else "later turn's "
+        try:
+            ids = prompt_ids(self.target.tokenizer, talk.conversation, talk.history)
+        except template.Refused as refusal:
+            self.result.dropped[f"{later}prompt refused by the chat template: {refusal.words}"] += 1
+            return None
         if len(ids) > self.room:
-            later = "" if talk.turn == 1 else "later turn's "
             self.result.dropped[f"{later}prompt longer than {self.room} tokens"] += 1
+            return None
+        if len(ids) < self.data.min_prompt_tokens:
+            self.result.dropped[f"{later}prompt shorter than {self.data.min_prompt_tokens} tokens"] += 1
             return None
         row_id, seed = talk.conversation.row_id(talk.turn), self.data.seed
         self.talks[row_id] = talk
@@ -188,5 +194,6 @@ def _answer_text(target: Target, tokens: Sequence[int]) -> str:
 
 
 def _next(talk: _Talk, answer: str) -> _Talk:
-    history = [*talk.history, {"role": "assistant", "content": answer}, talk.waiting[0]]
-    return _Talk(talk.conversation, history, talk.waiting[1:], talk.turn + 1)
+    ask = talk.waiting[0]
+    said = ask.called or {"role": "assistant", "content": answer}
+    return _Talk(talk.conversation, [*talk.history, said, *ask.added], talk.waiting[1:], talk.turn + 1)

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from draftheads.data.conversations import read_prompts
 from draftheads.data.features import RowStore, rows_folder
+from draftheads.data.select import recipe_prompts
 from draftheads.data.template import answer_mask, check_coverage
 from draftheads.inference import sources
 from draftheads.recipes.schema import Recipe, RecipeError
@@ -33,12 +33,12 @@ def masked_rows(recipe: Recipe, count: int) -> dict[str, Any]:
         supervised, total = sum(int(store.tokens(i)[1].sum()) for i in range(len(store))), sum(store.lengths)
         cut = sum(n > recipe.train.max_len for n in store.lengths)
     else:
-        conversations, dropped = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
+        conversations, dropped = recipe_prompts(recipe)
         answered = [c for c in conversations if any(m["role"] == "assistant" for m in c.messages)][:count]
         if not answered:
             raise RecipeError(f"nothing to show: there are no distilled rows in {folder}, and the prompts hold no answers; "
                               "run specdec distill first")
-        rows = [_row(tokenizer, c.id, c.category, "", *answer_mask(tokenizer, c.messages)) for c in answered]
+        rows = [_row(tokenizer, c.id, c.category, "", *answer_mask(tokenizer, c.messages, tools=c.tools)) for c in answered]
         source = "the conversations as they are in the data; distillation replaces their answers by the target's own"
         counts = {"prompts": len(conversations), "dropped": dropped}
         supervised, total = sum(r["supervised"] for r in rows), sum(r["total"] for r in rows)

@@ -21,22 +21,38 @@ from draftheads.recipes.schema import RecipeError
 MARKER = "generation"
 
 
-def render_text(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    """The template's text. RecipeError without a template, or where the template refuses the conversation (its own words are kept)."""
+class Refused(RecipeError):
+    """The template cannot hold this conversation; words: its own, or what is missing in its text."""
+
+    def __init__(self, roles: str, words: str) -> None:
+        super().__init__(f"the chat template refuses a conversation of turns {roles}: {words}")
+        self.words = words
+
+
+def render_text(
+    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] | None = None
+) -> str:
+    """The template's text. RecipeError without a template; Refused where the template refuses the conversation (its own words are kept), or leaves
+    out a system turn that is not the first turn."""
     if not getattr(tokenizer, "chat_template", None):
         raise RecipeError("the tokenizer has no chat template: set target.chat_template (in Python: chat_template=PATH) to a jinja file, or use "
                           'prompts of the form {"text": …}, which are continued as they are')
+    roles = ", ".join(m["role"] for m in messages)
+    options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options))
     except Exception as error:  # jinja's errors and whatever the template raises
-        roles = ", ".join(m["role"] for m in messages)
-        raise RecipeError(f"the chat template refuses a conversation of turns {roles}: {' '.join(str(error).split())[:200]}") from None
-    return str(text)
+        raise Refused(roles, " ".join(str(error).split())[:200]) from None
+    if any(m["role"] == "system" and m["content"].strip() not in text for m in messages[1:]):
+        raise Refused(roles, "it leaves a later system turn out")
+    return text
 
 
-def render(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+def render(
+    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] | None = None
+) -> list[int]:
     """Token ids of the conversation as it is sent."""
-    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt=add_generation_prompt))
+    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
 
 def encode(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
@@ -44,21 +60,24 @@ def encode(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
 
 
-def answer_mask(tokenizer: Any, messages: Sequence[Message], *, eos_ids: Collection[int] = ()) -> tuple[list[int], list[bool]]:
+def answer_mask(
+    tokenizer: Any, messages: Sequence[Message], *, eos_ids: Collection[int] = (), tools: Sequence[dict[str, Any]] | None = None
+) -> tuple[list[int], list[bool]]:
     """ids [L] and flags [L]: True on every assistant turn's tokens and its turn-end token, False on system, user, headers and on all that
     the generation prompt supplies. eos_ids: ids that end an answer beside the tokenizer's own (Target.eos_ids).
 
     RecipeError where it cannot be derived, and where assistant turns end up with no flag or all tokens with one.
     """
     ends = {int(i) for i in eos_ids} | ({int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set())
-    text = render_text(tokenizer, messages, add_generation_prompt=False)
+    chat = _Chat(tokenizer, tools)
+    text = chat.text(messages)
     ids = encode(tokenizer, text)
     if not any(m["role"] == "assistant" for m in messages):
         return ids, [False] * len(ids)
     if _has_markers(tokenizer):
-        flags = _flags_from_markers(tokenizer, messages, ids)
+        flags = _flags_from_markers(chat, messages, ids)
     else:
-        spans = [_answer_span(tokenizer, messages, k, text) for k, m in enumerate(messages) if m["role"] == "assistant"]
+        spans = [_answer_span(chat, messages, k, text) for k, m in enumerate(messages) if m["role"] == "assistant"]
         flags = _flags_from_spans(tokenizer, text, ids, spans)
     flags = _settle_ends(tokenizer, ids, flags, ends)
     check_coverage(sum(flags), len(flags), "this conversation's answer mask")
@@ -73,6 +92,16 @@ def check_coverage(supervised: int, total: int, what: str) -> None:
                           "with {% generation %} markers around the answers settles it")
 
 
+@dataclass(frozen=True)
+class _Chat:
+    tokenizer: Any
+    tools: Sequence[dict[str, Any]] | None = None
+
+    def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """prompt: with what the template adds before an answer."""
+        return render_text(self.tokenizer, messages, add_generation_prompt=prompt, tools=self.tools)
+
+
 # --- by markers ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -82,9 +111,10 @@ def _has_markers(tokenizer: Any) -> bool:
     return any(f"{{%{dash} {MARKER}" in t or f"{{%{dash}{MARKER}" in t for t in texts for dash in ("", "-"))
 
 
-def _flags_from_markers(tokenizer: Any, messages: Sequence[Message], ids: list[int]) -> list[bool]:
+def _flags_from_markers(chat: _Chat, messages: Sequence[Message], ids: list[int]) -> list[bool]:
+    options: dict[str, Any] = {} if chat.tools is None else {"tools": list(chat.tools)}
     try:
-        marked = tokenizer.apply_chat_template(list(messages), return_assistant_tokens_mask=True, return_dict=True)
+        marked = chat.tokenizer.apply_chat_template(list(messages), return_assistant_tokens_mask=True, return_dict=True, **options)
     except (ValueError, NotImplementedError) as error:  # slow tokenizers know no offsets
         raise RecipeError(f"the template's generation markers need a fast tokenizer: {' '.join(str(error).split())[:200]}") from None
     found = [int(i) for i in marked["input_ids"]]
@@ -106,27 +136,39 @@ class Span:
     loose: bool
 
 
-def _answer_span(tokenizer: Any, messages: Sequence[Message], k: int, text: str) -> Span:
-    content_start, content_end = _content_span(tokenizer, messages, k, text)
-    bare = render_text(tokenizer, messages[:k], add_generation_prompt=False)
-    prompt = render_text(tokenizer, messages[:k], add_generation_prompt=True)
+def _answer_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> Span:
+    if "tool_calls" in messages[k]:
+        return _call_span(chat, messages, k, text)
+    content_start, content_end = _content_span(chat, messages, k, text)
+    bare = chat.text(messages[:k])
+    prompt = chat.text(messages[:k], prompt=True)
     start, loose = content_start, True
     # The answer begins where the prompt as sent ends. Not so where the template knows no generation prompt and writes a header
     # ("ASSISTANT:") only with the answer, nor where it adds to the prompt what it strips from finished turns ("<think>").
     supplies = prompt != bare or not text[len(prompt) : content_start].strip()
     if text.startswith(prompt) and len(prompt) <= content_start and supplies:
         start, loose = len(prompt), False
-    return Span(start, content_end + _turn_end_length(tokenizer, messages, k, text[content_end:]), loose)
+    return Span(start, content_end + _turn_end_length(chat, messages, k, text[content_end:]), loose)
 
 
-def _content_span(tokenizer: Any, messages: Sequence[Message], k: int, text: str) -> tuple[int, int]:
+def _call_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> Span:
+    """A turn that calls tools is the template's own writing of the call: all from the prompt as sent to where the conversation could stop."""
+    prompt, whole = chat.text(messages[:k], prompt=True), chat.text(messages[: k + 1])
+    end = len(whole.rstrip())
+    if not (len(prompt) < end and text.startswith(prompt) and text.startswith(whole[:end])):
+        raise RecipeError(f"cannot tell what the assistant wrote in turn {k + 1}, which calls a tool; give a chat template with {{% generation %}} "
+                          "markers as target.chat_template")
+    return Span(len(prompt), end, False)
+
+
+def _content_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> tuple[int, int]:
     """Where the content of turn k stands: the characters between what does not change when it is replaced."""
     content = messages[k]["content"]
     stripped = content.strip() or "x"
     first = "Q" if stripped[0] != "Q" else "Z"
     last = "Q" if stripped[-1] != "Q" else "Z"
     other = f"{first}uestion of the answer{last}"
-    replaced = render_text(tokenizer, [*messages[:k], messages[k] | {"content": other}, *messages[k + 1 :]], add_generation_prompt=False)
+    replaced = chat.text([*messages[:k], messages[k] | {"content": other}, *messages[k + 1 :]])
     start = len(os.path.commonprefix([text, replaced]))
     room = min(len(text), len(replaced)) - start
     tail = len(os.path.commonprefix([text[::-1][:room], replaced[::-1][:room]]))
@@ -138,13 +180,13 @@ def _content_span(tokenizer: Any, messages: Sequence[Message], k: int, text: str
     return start, end
 
 
-def _turn_end_length(tokenizer: Any, messages: Sequence[Message], k: int, after: str) -> int:
+def _turn_end_length(chat: _Chat, messages: Sequence[Message], k: int, after: str) -> int:
     """How much of the text after the content ends the turn: up to the first special token that the template writes even if the
     conversation stops here, or else all of that but trailing blanks."""
-    alone = render_text(tokenizer, messages[: k + 1], add_generation_prompt=False)
-    suffix = alone[_content_span(tokenizer, messages[: k + 1], k, alone)[1] :]
+    alone = chat.text(messages[: k + 1])
+    suffix = alone[_content_span(chat, messages[: k + 1], k, alone)[1] :]
     common = os.path.commonprefix([suffix, after])
-    special = [t for t in _special_tokens(tokenizer) if t in common]
+    special = [t for t in _special_tokens(chat.tokenizer) if t in common]
     if special:
         return min(common.index(t) + len(t) for t in special)
     return len(common.rstrip())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftheads.data.conversations import Conversation, read_prompts
+from draftheads.data.conversations import Conversation
+from draftheads.data.select import recipe_prompts
 from draftheads.eval import subject
 from draftheads.eval.cost_model import Costs, choose_gamma, predict
 from draftheads.eval.records import Journal
@@ -155,9 +156,8 @@ def training_prompts(work: Evaluation) -> list[Prompt]:
 
 def _training_conversations(checkpoint: Checkpoint, limit: int) -> list[Conversation]:
     """A smaller limit selects a prefix of what a larger one does, so these are prompts of the training set."""
-    data = checkpoint.recipe.data
     try:
-        return read_prompts(data.prompts, limit=min(limit, data.limit or limit), seed=data.seed, system=data.system)[0]
+        return recipe_prompts(checkpoint.recipe, limit)[0]
     except RecipeError:  # they need not be here where the head is evaluated
         return []
 

@@ -87,7 +87,7 @@ def count_tokens(recipe: Recipe) -> dict[str, Any]:
 def _prompts(recipe: Recipe) -> tuple[int, float, str]:
     from pathlib import Path
 
-    from draftheads.data.conversations import read_prompts
+    from draftheads.data.select import recipe_prompts
 
     specs = [recipe.data.prompts] if isinstance(recipe.data.prompts, str) else recipe.data.prompts
     for spec in specs:
@@ -96,7 +96,7 @@ def _prompts(recipe: Recipe) -> tuple[int, float, str]:
                 raise RecipeError(f"{spec}: no such prompts file; mend data.prompts")
             note = f"{spec} was not read: {DEFAULT_PROMPT_TOKENS} tokens a prompt assumed"
             return recipe.data.limit or DEFAULT_PROMPTS, DEFAULT_PROMPT_TOKENS, note
-    found, _ = read_prompts(recipe.data.prompts, limit=recipe.data.limit, seed=recipe.data.seed, system=recipe.data.system)
+    found, _ = recipe_prompts(recipe)
     mean = sum(len(c.user_text) for c in found) / len(found) / CHARACTERS_PER_TOKEN
     return len(found), mean + 30, "counted prompts, 4 characters a token, 30 tokens of template"  # roles, markers, a default system prompt
 

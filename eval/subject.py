@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from draftheads.data.conversations import Conversation, read_prompts
+from draftheads.data.conversations import Conversation
+from draftheads.data.select import EVALUATION, read_prompts
 from draftheads.data.template import encode, render
 from draftheads.heads.checkpoint import Adapter, HeadMeta, adapter_of, read_meta, run_folder, stored_recipe
 from draftheads.inference.checkpoints import find_folder
@@ -93,7 +94,7 @@ class Prompt:
 
 def read_conversations(section: EvalSection) -> tuple[list[Conversation], list[Conversation], dict[str, int]]:
     """(those to evaluate, sorted by category; others of the same source, for calibration; counts of dropped records)."""
-    found, dropped = read_prompts(section.prompts, seed=section.seed, builtin="draftheads.eval.prompts")
+    found, dropped = read_prompts(section.prompts, seed=section.seed, builtin=EVALUATION)
     known = sorted({c.category for c in found})
     for wanted in section.categories or ():
         if wanted not in known:
@@ -119,7 +120,7 @@ def render_prompts(target: Target, conversations: Iterable[Conversation], room: 
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if messages:
-            ids = render(target.tokenizer, messages, add_generation_prompt=True)
+            ids = render(target.tokenizer, messages, add_generation_prompt=True, tools=c.tools)
         else:
             ids = encode(target.tokenizer, c.text or "", special=True)
         longest = target.geometry.max_positions - room

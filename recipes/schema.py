@@ -60,10 +60,15 @@ Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class DataSection(Section):
-    prompts: str | list[str] = Field("builtin", description="'builtin', or JSONL/Parquet files or a Hub data set")
+    prompts: str | list[str] = Field("builtin", description="'builtin', JSONL/Parquet files, a Hub data set (org/name[/config][:split]), or a list")
+    streaming: bool = Field(False, description="read Hub data sets as they come, without a copy on disk")
+    max_records: int | None = Field(None, ge=1, description="of each source, read the first so many records; None: all")
+    overlap_words: int | None = Field(13, ge=1, description="leave out prompts sharing so many words in a row with one of eval.prompts; None: none")
+    per_category: int | None = Field(None, ge=1, description="at most so many prompts of a category")
     limit: int | None = Field(None, ge=1, description="how many prompts, spread evenly over the categories")
     system: str | None = Field(None, description="system prompt for conversations that have none")
     max_prompt_tokens: int = Field(512, ge=1)
+    min_prompt_tokens: int = Field(1, ge=1)
     max_new_tokens: int = Field(192, ge=1)
     temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)] = Field(0.0, description="one, or a mix of which each row gets one")
     top_k: int = Field(0, ge=0)

@@ -20,9 +20,9 @@ import yaml
 from test_decode import WRONG, Replay
 
 import tiny
-from draftheads.data.conversations import read_prompts
 from draftheads.data.distill import distill
 from draftheads.data.features import Row, RowStore
+from draftheads.data.select import read_prompts
 from draftheads.eval import cli, launch
 from draftheads.eval.lossless import compare
 from draftheads.eval.records import Journal

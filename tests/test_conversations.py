@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
-from draftheads.data.conversations import Conversation, read_prompts
-from draftheads.data.hygiene import contaminated
-from draftheads.recipes.schema import RecipeError
+from draftheads.data.conversations import Conversation
+from draftheads.data.hygiene import Seen, contaminated
+from draftheads.data.select import read_prompts, recipe_prompts
+from draftheads.recipes.schema import Recipe, RecipeError
 
 U, A, S = "user", "assistant", "system"
+CALLED = {"role": A, "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
 
 
 def write(path, records):
@@ -85,17 +89,87 @@ def test_odd_conversations_are_dropped_with_their_reason_never_swapped(tmp_path)
         {"id": "nobody", "messages": turns((S, "x"))},
         {"id": "what", "foo": 1},
         {"id": "image", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        {"id": "late", "messages": turns((U, "a"), (S, "b"))},
+        {"id": "lone", "messages": [{"role": A, "content": "x"}, {"role": "tool", "content": "y"}]},
+        {"id": "unanswered", "messages": [*turns((U, "a")), CALLED, *turns((U, "b"))]},
+        {"id": "result", "messages": [*turns((U, "b")), CALLED, *turns(("tool", "12"), (U, "c"))]},
+        {"id": "nameless", "messages": [*turns((U, "a")), {"role": A, "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        {"id": "garbled", "conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "get(1)"}]},
         {"id": "again", "messages": turns((U, "a"), (A, "other reply"), (U, "c"))},
     ])
     found, dropped = read_prompts(path)
     assert [c.id for c in found] == ["tail"]
     assert shape(found[0]) == [(U, "a"), (A, "b"), (U, "c")]
     assert dropped == {
-        "first turn from the assistant": 1, "two user turns in a row": 1, "two assistant turns in a row": 1, "unknown role 'tool'": 1,
-        "empty turn": 1, "no user turn": 1, "no known form": 1, "content that is not text": 1, "system turn after the first turn": 1,
-        "duplicate": 1,
+        "first turn from the assistant": 1, "two user turns in a row": 1, "two assistant turns in a row": 1, "a tool result without its call": 1,
+        "empty turn": 1, "no user turn": 2, "no known form": 1, "content that is not text": 1, "duplicate": 1,
+        "a tool call without its result": 1, "a tool result without an answer": 1, "a tool call without a name": 1,
+        "a tool call that is not JSON": 1,
     }
+
+
+def test_tools_calls_and_results_keep_their_places(tmp_path):
+    """What is asked for: the call itself, the answer to its results, and what the user says next; the data's own call stays before its results."""
+    results = [{"role": "tool", "content": "12", "tool_call_id": "1", "name": "add"}, {"from": "observation", "value": ""}]
+    messages = [*turns((S, "sys"), (U, "a")), CALLED, *results, *turns((A, "b"), (S, "now be brief"), (U, "c"))]
+    share = [{"from": "human", "value": "a"}, {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+             {"from": "observation", "value": "12"}, {"from": "gpt", "value": "b"}]
+    path = write(tmp_path / "x.jsonl", [{"id": "1", "messages": messages, "tools": [TOOL]},
+                                        {"id": "2", "conversations": share, "tools": json.dumps([TOOL])}])
+    got = by_id(read_prompts(path)[0])
+    one, two = got["1"], got["2"]
+    call = {"role": A, "content": "", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]}
+    assert [(a.added, a.called) for a in one.asks()] == [
+        (turns((S, "sys"), (U, "a")), None),
+        ([{"role": "tool", "content": "12", "tool_call_id": "1", "name": "add"}, {"role": "tool", "content": ""}], call),
+        (turns((S, "now be brief"), (U, "c")), None),
+    ]
+    assert (one.turns, two.turns) == (3, 2)
+    assert one.tools == two.tools == [TOOL]
+    assert two.messages[1]["tool_calls"] == [{k: v for k, v in call["tool_calls"][0].items() if k != "id"}]
+
+
+def test_reasoning_has_a_place_of_its_own(tmp_path):
+    turn = {"role": A, "content": "b", "reasoning": "because"}
+    (found,) = read_prompts(write(tmp_path / "x.jsonl", [{"messages": [*turns((U, "a")), turn]}]))[0]
+    assert found.messages[1] == {"role": A, "content": "b", "reasoning_content": "because"}
+
+
+def test_caps_and_overlap_are_counted(tmp_path):
+    words = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    path = write(tmp_path / "x.jsonl", [{"id": f"{c}{i}", "category": c, "prompt": f"{c} {i}"} for c in "ab" for i in range(5)]
+                 + [{"id": "bad", "prompt": f"Say: {words.upper()}!"}])
+    held = Seen([Conversation("e", turns((U, f"well, {words}")), "c", "s")])
+    found, dropped = read_prompts(path, per_category=3, held_out=held)
+    assert sorted(c.category for c in found) == ["a"] * 3 + ["b"] * 3
+    assert dropped == {"shares 13 words with an evaluation prompt": 1, "more than 3 of a category": 4}
+    assert read_prompts(path, per_category=3, limit=4, held_out=held)[0] == found[:4]
+
+
+def test_training_prompts_are_unlike_the_evaluation_s(tmp_path):
+    """By default, and by what the recipe evaluates on."""
+    words = " ".join(f"word{i}" for i in range(20))
+    train = write(tmp_path / "train.jsonl", [{"id": "bad", "prompt": f"a {words}"}, {"id": "fine", "prompt": "b"}])
+    write(tmp_path / "eval.jsonl", [{"prompt": f"{words}, and so on"}])
+    recipe = {"target": {"name": "x"}, "data": {"prompts": train}, "eval": {"prompts": str(tmp_path / "eval.jsonl")}, "head": {"type": "medusa"}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    assert [c.id for c in recipe_prompts(Recipe.load(path))[0]] == ["fine"]
+    path.write_text(json.dumps(recipe | {"data": {"prompts": train, "overlap_words": None}}))
+    assert sorted(c.id for c in recipe_prompts(Recipe.load(path))[0]) == ["bad", "fine"]
+
+
+def test_only_as_many_records_as_are_asked_for(tmp_path, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def endless(*args, **options):
+        asked.append((args, options))
+        return ({"prompt": f"p {i}"} for i in itertools.count())
+
+    monkeypatch.setattr(datasets, "load_dataset", endless)
+    found, _ = read_prompts("org/some/config:test", streaming=True, most=7)
+    assert (len(found), asked) == (7, [(("org/some", "config"), {"split": "test", "streaming": True})])
 
 
 def test_limit_is_even_deterministic_and_independent_of_file_order(tmp_path):
