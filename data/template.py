@@ -140,15 +140,21 @@ def _answer_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) ->
     if "tool_calls" in messages[k]:
         return _call_span(chat, messages, k, text)
     content_start, content_end = _content_span(chat, messages, k, text)
-    bare = chat.text(messages[:k])
-    prompt = chat.text(messages[:k], prompt=True)
-    start, loose = content_start, True
-    # The answer begins where the prompt as sent ends. Not so where the template knows no generation prompt and writes a header
-    # ("ASSISTANT:") only with the answer, nor where it adds to the prompt what it strips from finished turns ("<think>").
-    supplies = prompt != bare or not text[len(prompt) : content_start].strip()
-    if text.startswith(prompt) and len(prompt) <= content_start and supplies:
-        start, loose = len(prompt), False
-    return Span(start, content_end + _turn_end_length(chat, messages, k, text[content_end:]), loose)
+    end = content_end + _turn_end_length(chat, messages, k, text[content_end:])
+    bare, prompt, alone = chat.text(messages[:k]), chat.text(messages[:k], prompt=True), chat.text(messages[: k + 1])
+    # The answer begins where the prompt as sent ends.
+    if prompt != bare and text.startswith(prompt) and len(prompt) <= (content_end if content_start is None else content_start):
+        return Span(len(prompt), end, False)
+    if content_start is None:
+        raise _unknown(k)
+    # Or as far before the content as it does if the conversation stops here: a system prompt may be written into the last user turn, which is another.
+    alone_start, _ = _content_span(chat, messages[: k + 1], k, alone)
+    lead = alone[len(prompt) : alone_start] if alone_start is not None and alone.startswith(prompt) else None
+    if lead is not None and (prompt != bare or not lead.strip()) and text[:content_start].endswith(lead):
+        return Span(content_start - len(lead), end, False)
+    # Not so where the template knows no generation prompt and writes a header ("ASSISTANT:") only with the answer, nor where it adds to the prompt what
+    # it strips from finished turns ("<think>").
+    return Span(content_start, end, True)
 
 
 def _call_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> Span:
@@ -161,23 +167,37 @@ def _call_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> S
     return Span(len(prompt), end, False)
 
 
-def _content_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> tuple[int, int]:
-    """Where the content of turn k stands: the characters between what does not change when it is replaced."""
-    content = messages[k]["content"]
-    stripped = content.strip() or "x"
-    first = "Q" if stripped[0] != "Q" else "Z"
-    last = "Q" if stripped[-1] != "Q" else "Z"
-    other = f"{first}uestion of the answer{last}"
-    replaced = chat.text([*messages[:k], messages[k] | {"content": other}, *messages[k + 1 :]])
-    start = len(os.path.commonprefix([text, replaced]))
-    room = min(len(text), len(replaced)) - start
-    tail = len(os.path.commonprefix([text[::-1][:room], replaced[::-1][:room]]))
-    end = len(text) - tail
-    found = text[start:end]
-    if replaced[start : len(replaced) - tail].strip() != other or found.strip() not in content or content.strip() and not found.strip():
-        raise RecipeError(f"cannot tell what the assistant wrote in turn {k + 1}: the chat template rewrites its content; give one with "
-                          "{% generation %} markers as target.chat_template")
-    return start, end
+def _content_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> tuple[int | None, int]:
+    """Where the content of turn k stands: its first and last letters are those that change when others are put in their place. The start is None where
+    the template takes the first letters out, or reads them ("<think>")."""
+    content = messages[k]["content"].strip()
+    if not content:
+        at = _changed(text, chat.text(_with_content(messages, k, "Q")), "", "Q")
+        if at is None:
+            raise _unknown(k)
+        return at, at
+    first, last = ("Z" if letter == "Q" else "Q" for letter in (content[0], content[-1]))
+    start = _changed(text, chat.text(_with_content(messages, k, first + content[1:])), content[0], first)
+    before = _changed(text, chat.text(_with_content(messages, k, content[:-1] + last)), content[-1], last)
+    if before is None or start is not None and text[start : before + 1].strip() not in content:
+        raise _unknown(k)
+    return start, before + 1
+
+
+def _with_content(messages: Sequence[Message], k: int, content: str) -> list[Message]:
+    return [*messages[:k], messages[k] | {"content": content}, *messages[k + 1 :]]
+
+
+def _changed(text: str, other: str, old: str, new: str) -> int | None:
+    """Where `old` became `new`, if nothing else changed."""
+    at = len(os.path.commonprefix([text, other]))
+    same = text[at:].startswith(old) and other[at:].startswith(new) and text[at + len(old) :] == other[at + len(new) :]
+    return at if same and text != other else None
+
+
+def _unknown(k: int) -> RecipeError:
+    return RecipeError(f"cannot tell what the assistant wrote in turn {k + 1}: the chat template rewrites its content; give one with "
+                       "{% generation %} markers as target.chat_template")
 
 
 def _turn_end_length(chat: _Chat, messages: Sequence[Message], k: int, after: str) -> int:

@@ -127,6 +127,41 @@ def test_multi_turn_answers_build_on_the_new_replies(tmp_path, target, monkeypat
     assert store.counts["rows"] == 7
 
 
+TOOLED = "{% if tools %}{{ '<|im_start|>tools' + (tools | tojson) + '<|im_end|>' }}{% endif %}" + tiny.CHATML.replace(
+    "m['content'] +", "m['content'] + (m['tool_calls'] | tojson if m['tool_calls'] else '') +")
+
+
+def test_the_target_answers_at_a_tool_call_and_goes_on_from_its_result(tmp_path):
+    target = Target.from_model(tiny.model(), tiny.tokenizer.__wrapped__(128, TOOLED))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]}
+    talk = [{"role": "user", "content": "1 and 2"}, call, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "OLD"},
+            {"role": "user", "content": "more"}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    record = {"id": "talk", "messages": [talk[0], call | {"tool_calls": json.dumps(call["tool_calls"])}, *talk[2:]], "tools": tools}
+    rows = {r.id: r for r in distill(recipe_of(tmp_path, [record], max_prompt_tokens=400), target=target, progress=False)}
+    assert sorted(rows) == ["talk@1", "talk@2", "talk@3"]
+    answer = {"role": "assistant", "content": rows["talk@2"].extra["answer"]}
+    for name, history in {"talk@1": talk[:1], "talk@2": talk[:3], "talk@3": [*talk[:3], answer, talk[4]]}.items():
+        P = int((~rows[name].flags).sum())
+        assert rows[name].ids[:P].tolist() == render(target.tokenizer, history, add_generation_prompt=True, tools=tools)
+
+
+def test_what_the_template_refuses_is_left_out_and_counted(tmp_path):
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + tiny.CHATML
+    target = Target.from_model(tiny.model(), tiny.tokenizer.__wrapped__(128, refusing))
+    store = distill(recipe_of(tmp_path / "some", [three_turns(), *prompts(3)], max_prompt_tokens=300), target=target, progress=False)
+    assert store.counts["dropped"] == {"prompt refused by the chat template: no system": 1}
+    assert len(store) == 3
+    with pytest.raises(RecipeError, match="refuses a conversation of turns system, user: no system"):
+        distill(recipe_of(tmp_path / "all", [three_turns()]), target=target, progress=False)
+
+
+def test_short_prompts_are_left_out_and_counted(tmp_path, target):
+    records = [{"id": "long", "prompt": "tell me about the sea"}, {"id": "short", "prompt": "a"}]
+    store = distill(recipe_of(tmp_path, records, min_prompt_tokens=30), target=target, progress=False)
+    assert ([r.id for r in store], store.counts["dropped"]) == (["long"], {"prompt shorter than 30 tokens": 1})
+
+
 def test_plain_text_is_continued_without_a_template(tmp_path):
     bare = Target.from_model(tiny.model(), tiny.tokenizer.__wrapped__(128, None))
     store = distill(recipe_of(tmp_path, [{"id": "t", "text": "Once upon"}]), target=bare, progress=False)
