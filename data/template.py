@@ -147,13 +147,13 @@ def _answer_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) ->
         return Span(len(prompt), end, False)
     if content_start is None:
         raise _unknown(k)
-    # Or as far before the content as it does if the conversation stops here: a system prompt may be written into the last user turn, which is another.
+    # Or as far before the content as it does if the conversation stops here: a system prompt may be written into the last user turn.
     alone_start, _ = _content_span(chat, messages[: k + 1], k, alone)
     lead = alone[len(prompt) : alone_start] if alone_start is not None and alone.startswith(prompt) else None
     if lead is not None and (prompt != bare or not lead.strip()) and text[:content_start].endswith(lead):
         return Span(content_start - len(lead), end, False)
-    # Not so where the template knows no generation prompt and writes a header ("ASSISTANT:") only with the answer, nor where it adds to the prompt what
-    # it strips from finished turns ("<think>").
+    # Not so where the template knows no generation prompt and writes a header ("ASSISTANT:") only with the answer, nor where it adds to
+    # the prompt what it strips from finished turns ("<think>").
     return Span(content_start, end, True)
 
 
@@ -168,8 +168,8 @@ def _call_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> S
 
 
 def _content_span(chat: _Chat, messages: Sequence[Message], k: int, text: str) -> tuple[int | None, int]:
-    """Where the content of turn k stands: its first and last letters are those that change when others are put in their place. The start is None where
-    the template takes the first letters out, or reads them ("<think>")."""
+    """Where the content of turn k stands: its first and last letters are those that change when others are put in their place. The start is None
+    where the template takes the first letters out, or reads them ("<think>")."""
     content = messages[k]["content"].strip()
     if not content:
         at = _changed(text, chat.text(_with_content(messages, k, "Q")), "", "Q")

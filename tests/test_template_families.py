@@ -161,7 +161,8 @@ def test_reasoning_in_a_channel_of_its_own():
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("gemma", "Conversation roles must alternate user/assistant"), ("mistral", "Only user, assistant and tool roles are supported"),
+    ("gemma", "Conversation roles must alternate user/assistant"),
+    ("mistral", "Only user, assistant and tool roles are supported"),
     ("silent", "it leaves a later system turn out"),
 ])
 def test_a_later_system_turn_that_the_template_cannot_hold_is_refused(name, words):
@@ -180,6 +181,7 @@ def test_a_later_system_turn_that_the_template_cannot_hold_is_refused(name, word
 def test_a_call_that_cannot_be_found_is_refused():
     """A template that says something else of a conversation's last call."""
     tokenizer = family("qwen2.5")
-    tokenizer.chat_template = tokenizer.chat_template.replace("'<|im_start|>assistant' }}", "'<|im_start|>assistant' + ('!' if loop.last else '?') }}")
+    old, new = "'<|im_start|>assistant' }}", "'<|im_start|>assistant' + ('!' if loop.last else '?') }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
     with pytest.raises(RecipeError, match="calls a tool.*generation"):
         answer_mask(tokenizer, TOOLS, tools=[TOOL])
