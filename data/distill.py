@@ -37,9 +37,11 @@ from draftheads.data.features import (
 )
 from draftheads.data.progress import Progress, clock, say
 from draftheads.data.regenerate import Regenerated, Taps, first_prompt_ids, prompt_room, regenerate
+from draftheads.data.remote import regenerate_served
 from draftheads.data.select import recipe_prompts
 from draftheads.data.template import Refused
 from draftheads.heads import head_config
+from draftheads.inference.described import Described, describe_target
 from draftheads.inference.requests import Round
 from draftheads.inference.target import Target, load_target
 from draftheads.recipes.files import locked, write_json, write_text
@@ -63,7 +65,7 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
     folder = rows_folder(recipe)
     conversations, dropped = recipe_prompts(recipe)
     if recipe.data.rows is not None:
-        store = _lent(recipe, target or load_target(recipe.target), folder, conversations)
+        store = _lent(recipe, _answering(recipe, target), folder, conversations)
         say(f"distil: {len(store)} rows of another run in {folder} (data {store.hash}), nothing to do", enabled=progress)
         return store
     shortcut = content_hash(_recipe_facts(recipe, conversations))
@@ -71,21 +73,26 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
         if target is None and (finished := _finished(folder, shortcut)) is not None:
             say(f"distil: {len(finished)} rows are ready in {folder} (data {finished.hash}), nothing to do", enabled=progress)
             return finished
-        target = target or load_target(recipe.target)
-        taps = _taps(recipe, target) if recipe.data.features == "capture" else None
-        facts = _facts(recipe, target, taps, conversations)
+        source = _answering(recipe, target)
+        taps = _taps(recipe, source) if recipe.data.features == "capture" else None
+        facts = _facts(recipe, source, taps, conversations)
         _set_aside(folder, facts, progress)
         shards = [conversations[i : i + recipe.data.shard_rows] for i in range(0, len(conversations), recipe.data.shard_rows)]
         receipts = _receipts(folder, facts, len(shards), progress)
         missing = [n for n, receipt in receipts.items() if receipt is None]
         if missing:
-            _check_prompts(target, recipe, [c for n in missing for c in shards[n]], taps, folder)
-            tokens, seconds = _regenerate_all(recipe, target, taps, folder, shards, receipts, facts, progress)
+            _check_prompts(source, recipe, [c for n in missing for c in shards[n]], taps, folder)
+            tokens, seconds = _regenerate_all(recipe, source, taps, folder, shards, receipts, facts, progress)
             say(f"distil: {tokens:,} tokens in {clock(seconds)} ({tokens / max(seconds, 1e-9):.0f} tok/s)", enabled=progress)
         store = _close(folder, [r for r in receipts.values() if r is not None], dropped, facts, {"shortcut": shortcut})
     summary = _summary(store) if missing else f"{len(store)} rows are ready (data {store.hash}), nothing to do"
     say(f"distil: {summary} → {folder} in {clock(time.monotonic() - began)}", enabled=progress)
     return store
+
+
+def _answering(recipe: Recipe, target: Target | None) -> Target | Described:
+    """Whose answers the rows are: with data.servers the weights are theirs, and none are loaded here."""
+    return describe_target(recipe.target) if recipe.data.servers is not None else target or load_target(recipe.target)
 
 
 def same_prompts(recipe: Recipe) -> bool | None:
@@ -98,7 +105,7 @@ def same_prompts(recipe: Recipe) -> bool | None:
     return bool(made == _prompts_hash(conversations))
 
 
-def _taps(recipe: Recipe, target: Target) -> Taps:
+def _taps(recipe: Recipe, target: Target | Described) -> Taps:
     """What is captured, in rising order: data.taps, or the head's. RecipeError where the target has no such layer, or the head reads more."""
     head = tuple(head_config(recipe.head, target.geometry).taps)
     if recipe.data.taps is None:
@@ -111,7 +118,7 @@ def _taps(recipe: Recipe, target: Target) -> Taps:
     return (*sorted(t for t in named if isinstance(t, int)), *(["final"] if "final" in named else []))
 
 
-def _lent(recipe: Recipe, target: Target, folder: Path, conversations: Sequence[Conversation]) -> RowStore:
+def _lent(recipe: Recipe, target: Target | Described, folder: Path, conversations: Sequence[Conversation]) -> RowStore:
     """The finished rows of another run (data.rows). RecipeError where they are not what this recipe would make itself, taps apart."""
     store = RowStore.open(folder, deep=True)
     ours, theirs = (_comparable(f) for f in (_facts(recipe, target, None, conversations), store.manifest.get("request", {})))
@@ -145,20 +152,24 @@ def _recipe_facts(recipe: Recipe, conversations: Sequence[Conversation]) -> dict
     }
 
 
-def _facts(recipe: Recipe, target: Target, taps: Taps | None, conversations: Sequence[Conversation]) -> dict[str, Any]:
+def _facts(recipe: Recipe, target: Target | Described, taps: Taps | None, conversations: Sequence[Conversation]) -> dict[str, Any]:
     """Everything that decides the shards' content, as a mapping that can be compared and shown. A local target is known by its files, so
     that a run may move with them; one from the Hub by its commit."""
     files = _fingerprint(Path(target.name))
     identity = {
-        "name": target.name if files is None else None, "files": files, "revision": target.revision, "dtype": str(target.dtype),
-        "template": target.template_hash, "eos_ids": sorted(target.eos_ids), "weights": _weights_probe(target),
+        "name": target.name if files is None else None, "files": files, "revision": target.revision, "template": target.template_hash,
+        "eos_ids": sorted(target.eos_ids),
     }
+    if isinstance(target, Target):
+        identity |= {"dtype": str(target.dtype), "weights": _weights_probe(target)}
     return {"format": FORMAT, "target": identity, "taps": None if taps is None else list(taps), **_data_facts(recipe, conversations)}
 
 
 def _data_facts(recipe: Recipe, conversations: Sequence[Conversation]) -> dict[str, Any]:
     data = recipe.data.model_dump(mode="json")
     later = {k: data[k] for k, before in LATER.items() if data[k] != before}
+    if recipe.data.servers is not None:  # not which: there may be more of them, or others, tomorrow
+        later["served"] = recipe.data.servers.model or True
     return {"data": {k: data[k] for k in CONTENT} | later, "prompts": _prompts_hash(conversations)}
 
 
@@ -247,7 +258,7 @@ def _shard_key(facts: dict[str, Any], number: int) -> str:
     return content_hash([facts, number])
 
 
-def _check_prompts(target: Target, recipe: Recipe, conversations: Sequence[Conversation], taps: Taps | None, folder: Path) -> None:
+def _check_prompts(target: Target | Described, recipe: Recipe, conversations: Sequence[Conversation], taps: Taps | None, folder: Path) -> None:
     """Before any long work: some prompt fits, and the disk holds what is to come."""
     room = prompt_room(target, recipe.data)
     lengths: list[int] = []
@@ -279,29 +290,38 @@ def _check_prompts(target: Target, recipe: Recipe, conversations: Sequence[Conve
 # --- the work ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _regenerate_all(recipe: Recipe, target: Target, taps: Taps | None, folder: Path, shards: Sequence[Sequence[Conversation]],
+def _regenerate_all(recipe: Recipe, target: Target | Described, taps: Taps | None, folder: Path, shards: Sequence[Sequence[Conversation]],
                     receipts: dict[int, dict[str, Any] | None], facts: dict[str, Any], progress: bool) -> tuple[int, float]:
     """Make every missing shard and fill in its receipt. Returns the tokens produced and the seconds it took."""
     missing = [n for n, receipt in receipts.items() if receipt is None]
     total = sum(c.turns for n in missing for c in shards[n])
     with Progress("distil", total, 0.8 * recipe.data.max_new_tokens, enabled=progress) as bar:
+
+        def keep(n: int, made: Regenerated, seconds: float) -> None:
+            receipts[n] = write_shard(folder, shard_name(n), made.rows, _note(made, shards[n], target, seconds) | {"key": _shard_key(facts, n)})
+
+        if isinstance(target, Described):
+            journal = recipe.run_dir / "answers.jsonl"
+            regenerate_served(target, {n: shards[n] for n in missing}, recipe.data, journal, bar, keep)
+            return bar.tokens, time.monotonic() - bar.began
         for n in missing:
             bar.note, start, done = f"shard {n + 1}/{len(shards)}", time.monotonic(), bar.done
 
             def on_round(round: Round) -> None:
                 bar.advance(sum(map(len, round.new_tokens.values())), len(round.finished), sum(len(c.tokens) for c in round.finished))
 
-            made = regenerate(target, shards[n], recipe.data, taps, on_round)
-            receipts[n] = write_shard(folder, shard_name(n), made.rows, _note(made, shards[n], target, start) | {"key": _shard_key(facts, n)})
+            keep(n, regenerate(target, shards[n], recipe.data, taps, on_round), time.monotonic() - start)
             bar.done = done + sum(c.turns for c in shards[n])  # turns that were left out count too
     return bar.tokens, time.monotonic() - bar.began
 
 
-def _note(made: Regenerated, shard: Sequence[Conversation], target: Target, start: float) -> dict[str, Any]:
+def _note(made: Regenerated, shard: Sequence[Conversation], target: Target | Described, seconds: float) -> dict[str, Any]:
+    retokenised = sum(not r.extra.get("exact", True) for r in made.rows)
     return {
         "prompts": len(shard), "finish": dict(Counter(r.finish_reason for r in made.rows)),
         "categories": dict(Counter(r.category for r in made.rows)), "dropped": dict(made.dropped), "failed": made.failed,
-        "seconds": round(time.monotonic() - start, 3), "threads": torch.get_num_threads(), "device": str(target.device),
+        "seconds": round(seconds, 3), "threads": torch.get_num_threads(),
+        "device": str(target.device) if isinstance(target, Target) else "servers", **({"retokenised": retokenised} if retokenised else {}),
     }
 
 
@@ -312,6 +332,8 @@ def _close(folder: Path, receipts: Sequence[dict[str, Any]], dropped: dict[str, 
     for key in ("finish", "categories", "dropped"):
         counts[key] = dict(sorted(sum((Counter(r[key]) for r in receipts), Counter(dropped if key == "dropped" else {})).items()))
     counts["failed"] = dict(Counter(f["reason"] for f in failed))
+    if retokenised := sum(r.get("retokenised", 0) for r in receipts):
+        counts["retokenised"] = retokenised
     counts["unfinished"], counts["loops_cut"] = counts["finish"].get("length", 0), counts["finish"].get("loop", 0)
     write_text(folder / "failed.jsonl", "".join(json.dumps(f, ensure_ascii=False) + "\n" for f in failed))
     if not counts["rows"]:
@@ -333,5 +355,6 @@ def _summary(store: RowStore) -> str:
     c = store.counts
     lost = "; ".join(text for text in (f"{c['unfinished']} cut at the length limit" if c["unfinished"] else "",
                                        f"{c['loops_cut']} cut where a loop begins" if c["loops_cut"] else "",
+                                       f"{c['retokenised']} tokenised again, as the servers return no token ids" if c.get("retokenised") else "",
                                        f"left out: {_why(c)}" if c["dropped"] or c["failed"] else "") if text)
     return f"{c['prompts']} prompts, {c['rows']} rows, {c['answer_tokens']:,} answer tokens (data {store.hash})" + (f"; {lost}" if lost else "")

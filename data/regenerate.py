@@ -21,6 +21,7 @@ from draftheads.data import template
 from draftheads.data.conversations import Ask, Conversation, Message
 from draftheads.data.features import Row, row_seed
 from draftheads.inference.decode import decode
+from draftheads.inference.described import Described
 from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.metrics import loop_start
 from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
@@ -53,9 +54,9 @@ def regenerate(
     target: Target, conversations: Sequence[Conversation], data: DataSection, taps: Taps | None, on_round: Callable[[Round], None] = lambda _: None
 ) -> Regenerated:
     """Answer every turn. taps: capture these states (None: no states)."""
-    work = _Work(target, data)
+    work = Work(target, data)
     # Longest prompts first: prompts of like lengths are prefilled together, and the last to finish are short ones.
-    requests = sorted((r for c in conversations if (r := work.request(_begin(c))) is not None), key=lambda r: (-len(r.prompt_ids), r.id))
+    requests = sorted((r for c in conversations if (r := work.request(begin(c))) is not None), key=lambda r: (-len(r.prompt_ids), r.id))
     work.queue.extend(requests)
     longest = max((len(r.prompt_ids) for r in requests), default=0)
     if any(talk.waiting for talk in work.talks.values()):
@@ -68,11 +69,12 @@ def regenerate(
             for event in decode(target, NoDrafter(), _Lazy(work.queue), Sampling(top_k=data.top_k, top_p=data.top_p), limits, **options):
                 on_round(event)
                 for completion in event.finished:
-                    work.finish(completion)
+                    # The next turn goes to the head of the queue, so that long conversations don't end alone.
+                    if (following := work.finish(completion)) is not None:
+                        work.queue.appendleft(following)
     except torch.OutOfMemoryError:
         raise RecipeError(f"out of memory on {target.device} while answering {batch_size} prompts at once; lower data.batch_size") from None
-    work.result.rows = [row for c in conversations for row in work.rows.get(c.id, [])]
-    return work.result
+    return work.done(conversations)
 
 
 def prompt_ids(tokenizer: Any, conversation: Conversation, history: Sequence[Message]) -> list[int]:
@@ -83,10 +85,10 @@ def prompt_ids(tokenizer: Any, conversation: Conversation, history: Sequence[Mes
 
 
 def first_prompt_ids(tokenizer: Any, conversation: Conversation) -> list[int]:
-    return prompt_ids(tokenizer, conversation, _begin(conversation).history)
+    return prompt_ids(tokenizer, conversation, begin(conversation).history)
 
 
-def prompt_room(target: Target, data: DataSection) -> int:
+def prompt_room(target: Target | Described, data: DataSection) -> int:
     """The longest prompt that still leaves room for a whole answer. RecipeError where there is none."""
     room = min(data.max_prompt_tokens, target.geometry.max_positions - data.max_new_tokens)
     if room < 1:
@@ -103,7 +105,7 @@ def pick_temperature(temperature: float | list[float], seed: int, row_id: str) -
     return temperature[int.from_bytes(digest[:8], "big") % len(temperature)]
 
 
-def _begin(conversation: Conversation) -> _Talk:
+def begin(conversation: Conversation) -> _Talk:
     first, *later = conversation.asks() or [Ask([])]
     return _Talk(conversation, first.added, later)
 
@@ -123,10 +125,10 @@ class _Lazy:
         return self.queue.popleft()
 
 
-class _Work:
-    """The state of one shard: talks by row id, rows by conversation."""
+class Work:
+    """The state of one shard, whoever answers: talks by row id, rows by conversation."""
 
-    def __init__(self, target: Target, data: DataSection) -> None:
+    def __init__(self, target: Target | Described, data: DataSection) -> None:
         self.target, self.data, self.room = target, data, prompt_room(target, data)
         self.result = Regenerated()
         self.queue: deque[Request] = deque()
@@ -151,18 +153,23 @@ class _Work:
         self.talks[row_id] = talk
         return Request(row_id, tuple(ids), seed=row_seed(seed, row_id), temperature=pick_temperature(self.data.temperature, seed, row_id))
 
-    def finish(self, completion: Completion) -> None:
-        """Keep the row; put the conversation's next turn at the head of the queue, so that long conversations don't end alone."""
-        talk = self.talks[completion.request.id]
+    def finish(self, completion: Completion, **extra: Any) -> Request | None:
+        """Keep the row, with `extra` beside it. -> the conversation's next turn."""
+        talk = self.talks.pop(completion.request.id)
         row = _row(self.target, completion, talk, self.data, self.result)
         if row is None:
-            return
+            return None
+        row.extra |= extra
         self.rows.setdefault(talk.conversation.id, []).append(row)
-        if talk.waiting and (request := self.request(_next(talk, row.extra["answer"]))) is not None:
-            self.queue.appendleft(request)
+        return self.request(_next(talk, row.extra["answer"])) if talk.waiting else None
+
+    def done(self, conversations: Sequence[Conversation]) -> Regenerated:
+        """The rows in the order of the conversations, whatever order they came in."""
+        self.result.rows = [row for c in conversations for row in self.rows.get(c.id, [])]
+        return self.result
 
 
-def _row(target: Target, completion: Completion, talk: _Talk, data: DataSection, result: Regenerated) -> Row | None:
+def _row(target: Target | Described, completion: Completion, talk: _Talk, data: DataSection, result: Regenerated) -> Row | None:
     """The training row of a finished answer, cut where a loop begins; None (and a line in `failed`) where there is no answer."""
     request, tokens, reason = completion.request, completion.tokens, completion.finish_reason
     cut = loop_start(tokens) if data.drop_loops and reason != "error" else None
@@ -188,7 +195,7 @@ def _row(target: Target, completion: Completion, talk: _Talk, data: DataSection,
     )
 
 
-def _answer_text(target: Target, tokens: Sequence[int]) -> str:
+def _answer_text(target: Target | Described, tokens: Sequence[int]) -> str:
     kept = list(tokens[:-1] if tokens and tokens[-1] in target.eos_ids else tokens)
     return str(target.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,6 +113,31 @@ def read_geometry(name: str, revision: str | None, trust_remote_code: bool) -> G
         except Exception as error:  # as in loading
             raise RecipeError(f"cannot read the config of {name} ({one_line(error)}): {_cure(source)}, or write target.geometry into the "
                               "recipe") from error
+
+
+def describe(source: Source, trust_remote_code: bool, geometry: Geometry | None) -> tuple[Any, Any, Geometry, str | None]:
+    """-> an object with the target's config and generation_config, its tokenizer, its geometry, the commit of a Hub model. No weight is read."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if not source.local:
+        common |= {"revision": source.revision, "local_files_only": _in_cache(source, "config.json") is not None}
+    with quiet():
+        try:
+            config, text = _config(source, common)
+            found = geometry_of(text, text.vocab_size)
+            if geometry is not None:
+                check_geometry(geometry, found, source.name)
+            tokenizer = AutoTokenizer.from_pretrained(source.path, **common)
+        except RecipeError:
+            raise
+        except Exception as error:  # as in loading
+            raise RecipeError(f"cannot read the config and the tokenizer of {source.name} ({one_line(error)}): {_cure(source)}") from error
+        try:
+            generation = GenerationConfig.from_pretrained(source.path, **{k: v for k, v in common.items() if k != "trust_remote_code"})
+        except (OSError, ValueError):  # a model need not have one
+            generation = None
+    return SimpleNamespace(config=config, generation_config=generation), tokenizer, found, getattr(config, "_commit_hash", None) or source.revision
 
 
 def _config(source: Source, common: dict[str, Any]) -> tuple[Any, Any]:

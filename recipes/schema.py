@@ -59,6 +59,19 @@ MOST_DRAFTED = 256
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+class ServersSection(Section):
+    """OpenAI-compatible servers that answer the prompts instead of our own decoder."""
+
+    urls: list[str] = Field(min_length=1, description="each up to and with /v1: http://node1:8000/v1")
+    model: str | None = Field(None, description="the name it is served under; None: the only one")
+    concurrency: int = Field(64, ge=1, description="prompts under way at each server")
+    retries: int = Field(5, ge=0, description="of a prompt that times out or meets a server's error; a busy or absent server costs none")
+    timeout_s: float = Field(600, gt=0, description="seconds for one answer")
+    patience_s: float = Field(600, gt=0, description="seconds without an answer from any server before the run stops (and can be resumed)")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key, if the servers want one; the key is never written")
+    logprobs: bool = Field(False, description="keep the log-probability of each answer token, as the server reports it")
+
+
 class DataSection(Section):
     prompts: str | list[str] = Field("builtin", description="'builtin', JSONL/Parquet files, a Hub data set (org/name[/config][:split]), or a list")
     streaming: bool = Field(False, description="read Hub data sets as they come, without a copy on disk")
@@ -80,7 +93,14 @@ class DataSection(Section):
         None, description="states to capture, the union of what several heads read; None: this head's")
     rows: str | None = Field(None, description="another run's folder, or its distill folder: train on its rows instead of making them again")
     drop_loops: bool = Field(True, description="cut an answer where a loop begins")
+    servers: ServersSection | None = Field(None, description="servers that answer, with the target's weights; None: this process does")
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _states(self) -> DataSection:
+        if self.servers is not None and self.features == "capture":
+            raise ValueError("data.features is capture, and servers return no states: set data.features: online")
+        return self
 
 
 class UnrollStage(Section):
