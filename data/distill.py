@@ -42,6 +42,7 @@ from draftheads.data.select import recipe_prompts
 from draftheads.data.template import Refused
 from draftheads.heads import head_config
 from draftheads.inference.described import Described, describe_target
+from draftheads.inference.drafters.choose import check_draft, choose
 from draftheads.inference.requests import Round
 from draftheads.inference.target import Target, load_target
 from draftheads.recipes.files import locked, write_json, write_text
@@ -68,6 +69,7 @@ def distill(recipe: Recipe, *, target: Target | None = None, progress: bool = Tr
         store = _lent(recipe, _answering(recipe, target), folder, conversations)
         say(f"distil: {len(store)} rows of another run in {folder} (data {store.hash}), nothing to do", enabled=progress)
         return store
+    check_draft(recipe.data.draft)
     shortcut = content_hash(_recipe_facts(recipe, conversations))
     with locked(recipe.run_dir / ".distill.lock", f"distilling into {folder}", "give this run another folder with --set run=DIR"):
         if target is None and (finished := _finished(folder, shortcut)) is not None:
@@ -304,13 +306,14 @@ def _regenerate_all(recipe: Recipe, target: Target | Described, taps: Taps | Non
             journal = recipe.run_dir / "answers.jsonl"
             regenerate_served(target, {n: shards[n] for n in missing}, recipe.data, journal, bar, keep)
             return bar.tokens, time.monotonic() - bar.began
+        drafter = choose(recipe.data.draft, target)
         for n in missing:
             bar.note, start, done = f"shard {n + 1}/{len(shards)}", time.monotonic(), bar.done
 
             def on_round(round: Round) -> None:
                 bar.advance(sum(map(len, round.new_tokens.values())), len(round.finished), sum(len(c.tokens) for c in round.finished))
 
-            keep(n, regenerate(target, shards[n], recipe.data, taps, on_round), time.monotonic() - start)
+            keep(n, regenerate(target, shards[n], recipe.data, taps, on_round, drafter), time.monotonic() - start)
             bar.done = done + sum(c.turns for c in shards[n])  # turns that were left out count too
     return bar.tokens, time.monotonic() - bar.began
 

@@ -22,6 +22,7 @@ from draftheads.data.conversations import Ask, Conversation, Message
 from draftheads.data.features import Row, row_seed
 from draftheads.inference.decode import decode
 from draftheads.inference.described import Described
+from draftheads.inference.drafters.base import Drafter, Plan
 from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.metrics import loop_start
 from draftheads.inference.requests import Completion, Limits, Request, Round, Sampling
@@ -51,9 +52,10 @@ class _Talk:
 
 
 def regenerate(
-    target: Target, conversations: Sequence[Conversation], data: DataSection, taps: Taps | None, on_round: Callable[[Round], None] = lambda _: None
+    target: Target, conversations: Sequence[Conversation], data: DataSection, taps: Taps | None, on_round: Callable[[Round], None] = lambda _: None,
+    drafter: Drafter | None = None,
 ) -> Regenerated:
-    """Answer every turn. taps: capture these states (None: no states)."""
+    """Answer every turn. taps: capture these states (None: no states). drafter: drafts data.draft_gamma tokens a round; the answers are the same."""
     work = Work(target, data)
     # Longest prompts first: prompts of like lengths are prefilled together, and the last to finish are short ones.
     requests = sorted((r for c in conversations if (r := work.request(begin(c))) is not None), key=lambda r: (-len(r.prompt_ids), r.id))
@@ -63,10 +65,10 @@ def regenerate(
         longest = prompt_room(target, data)  # later prompts hold replies of unknown length
     limits = Limits(max_new_tokens=data.max_new_tokens, max_len=longest + data.max_new_tokens)
     batch_size = max(1, min(data.batch_size, len(requests)))
-    options: dict[str, Any] = {"batch_size": batch_size, "capture_taps": taps}
+    options: dict[str, Any] = {"batch_size": batch_size, "capture_taps": taps, "plan": Plan(data.draft_gamma)}
     try:
         while work.queue:  # once, if decode reads its requests as late as it says
-            for event in decode(target, NoDrafter(), _Lazy(work.queue), Sampling(top_k=data.top_k, top_p=data.top_p), limits, **options):
+            for event in decode(target, drafter or NoDrafter(), _Lazy(work.queue), Sampling(top_k=data.top_k, top_p=data.top_p), limits, **options):
                 on_round(event)
                 for completion in event.finished:
                     # The next turn goes to the head of the queue, so that long conversations don't end alone.

@@ -93,6 +93,9 @@ class DataSection(Section):
         None, description="states to capture, the union of what several heads read; None: this head's")
     rows: str | None = Field(None, description="another run's folder, or its distill folder: train on its rows instead of making them again")
     drop_loops: bool = Field(True, description="cut an answer where a loop begins")
+    draft: str | None = Field(None, description="what drafts while this process answers: ngram, suffix, a head's folder, a smaller model; the "
+                                                "answers are the same, sooner where the batch leaves the device idle")
+    draft_gamma: int = Field(4, ge=1, le=MOST_DRAFTED, description="tokens it drafts a round")
     servers: ServersSection | None = Field(None, description="servers that answer, with the target's weights; None: this process does")
     seed: int = 0
 
@@ -100,6 +103,8 @@ class DataSection(Section):
     def _states(self) -> DataSection:
         if self.servers is not None and self.features == "capture":
             raise ValueError("data.features is capture, and servers return no states: set data.features: online")
+        if self.servers is not None and self.draft is not None:
+            raise ValueError("data.draft is for answers by this process; servers draft by their own settings: leave data.draft or data.servers out")
         return self
 
 

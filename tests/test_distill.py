@@ -177,6 +177,22 @@ def test_answers_do_not_depend_on_the_batch(tmp_path, target):
     assert {r.id: r.ids.tolist() for r in one} == {r.id: r.ids.tolist() for r in two}
 
 
+@pytest.mark.parametrize("temperature", [0.0, [0.0, 0.7, 1.2]])
+def test_drafts_change_no_answer_and_no_state(tmp_path, target, temperature):
+    plain = distill(recipe_of(tmp_path / "a", temperature=temperature), target=target, progress=False)
+    drafted = distill(recipe_of(tmp_path / "b", temperature=temperature, draft="ngram", draft_gamma=3), target=target, progress=False)
+    for a, b in zip(plain, drafted, strict=True):
+        assert (a.id, a.ids.tolist(), a.finish_reason) == (b.id, b.ids.tolist(), b.finish_reason)
+        torch.testing.assert_close(a.features_TF, b.features_TF, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(a.lse_T, b.lse_T, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unknown_draft_is_an_error_before_the_target_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "load_target", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(RecipeError, match="did you mean 'ngram'"):
+        distill(recipe_of(tmp_path, draft="ngrm"), progress=False)
+
+
 def test_temperature_mix_is_per_row_and_recorded(tmp_path, target):
     mix = [0.0, 0.7, 1.3]
     store = distill(recipe_of(tmp_path, prompts(24), temperature=mix, features="online"), target=target, progress=False)
