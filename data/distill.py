@@ -51,7 +51,7 @@ from draftheads.recipes.schema import Recipe, RecipeError, content_hash
 # Of data.*, what decides a shard's content. batch_size does not (rows don't depend on their batch-mates), so it may change on resuming.
 CONTENT = ("max_prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "shard_rows", "features", "drop_loops", "seed")
 # Options that came later: where they are left at what was done before them, rows made before them are these.
-LATER = {"min_prompt_tokens": 1}
+LATER = {"min_prompt_tokens": 1, "states": "fp16"}
 SAMPLE = 256  # prompts whose lengths stand for all in estimates
 PROBE_BYTES = 1 << 20
 
@@ -133,8 +133,9 @@ def _lent(recipe: Recipe, target: Target | Described, folder: Path, conversation
 
 
 def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
-    """Of a run's facts, what its rows have to share with another's: not how they are cut into shards, nor which states lie beside them."""
-    data = {k: v for k, v in facts.get("data", {}).items() if k not in ("shard_rows", "features")}
+    """Of a run's facts, what its rows have to share with another's: not how they are cut into shards, nor which states lie beside them,
+    nor in which precision."""
+    data = {k: v for k, v in facts.get("data", {}).items() if k not in ("shard_rows", "features", "states")}
     return {k: v for k, v in facts.items() if k != "taps"} | {"data": data}
 
 
@@ -282,7 +283,7 @@ def _check_prompts(target: Target | Described, recipe: Recipe, conversations: Se
         raise RecipeError(f"the mask covers nothing: no row can hold two answer tokens, as data.max_new_tokens is {recipe.data.max_new_tokens}, "
                           f"train.max_len {recipe.train.max_len} and the shortest prompt {min(fitting)} tokens; raise what is too small")
     tokens = sum(c.turns for c in conversations) * (sum(fitting) / len(fitting) + recipe.data.max_new_tokens)
-    size = int(tokens * (bytes_per_token(len(taps), target.geometry.hidden_size) + 10 if taps is not None else 20))
+    size = int(tokens * (bytes_per_token(len(taps), target.geometry.hidden_size, recipe.data.states) + 10 if taps is not None else 20))
     free = shutil.disk_usage(folder).free
     if size > free:
         raise RecipeError(f"the rows of this recipe need about {size / 1e9:.1f} GB in {folder}, {free / 1e9:.1f} GB are free; free some, "
@@ -300,7 +301,8 @@ def _regenerate_all(recipe: Recipe, target: Target | Described, taps: Taps | Non
     with Progress("distil", total, 0.8 * recipe.data.max_new_tokens, enabled=progress) as bar:
 
         def keep(n: int, made: Regenerated, seconds: float) -> None:
-            receipts[n] = write_shard(folder, shard_name(n), made.rows, _note(made, shards[n], target, seconds) | {"key": _shard_key(facts, n)})
+            receipts[n] = write_shard(folder, shard_name(n), made.rows, _note(made, shards[n], target, seconds) | {"key": _shard_key(facts, n)},
+                                      recipe.data.states)
 
         if isinstance(target, Described):
             journal = recipe.run_dir / "answers.jsonl"

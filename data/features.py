@@ -3,9 +3,9 @@
     rows ─► write_shard ─► shard-00000.{safetensors,jsonl} ─► shard-00000.json (the receipt, written last)
     all receipts ─► write_manifest ─► manifest.json ─► RowStore.open ─► store[i] ─► Row
 
-A shard holds its rows end to end. Activations of real targets reach 25,000 in a few channels, so each tap is stored RMS-normalised in
-fp16 with its rms in fp32: raw = value · rms, relative error 2^-11. The log-sum-exp stays fp32. Files are memory-mapped: opening costs
-the manifest and the lengths, a row costs its own bytes.
+A shard holds its rows end to end. Activations of real targets reach 25,000 in a few channels, so states are stored as small numbers with
+what to multiply them by: fp16 of unit rms, or half as large as fp8 or int8 (data.states). The log-sum-exp stays fp32. Files are
+memory-mapped: opening costs the manifest and the lengths, a row costs its own bytes.
 
 Shape suffixes: R rows, L tokens of a row, T = L − 1 slots of a row (the last token was never fed), S slots of a shard, K taps,
 D hidden, F = K · D feature width.
@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -68,35 +68,54 @@ class Row:
         return self.ids.shape[0]
 
 
-def normalise(values_SF: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Float [S, F] → fp16 [S, F] of unit rms per group of `width` channels, and the rms, fp32 [S, F / width]."""
-    values_SKD = values_SF.float().reshape(values_SF.shape[0], -1, width)
-    rms_SK = values_SKD.square().mean(-1).sqrt()
-    unit_SKD = values_SKD / rms_SK.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-    return unit_SKD.flatten(-2).half(), rms_SK
+STATES = Literal["fp16", "fp8", "int8"]
+# How the states of a token are kept: the numbers' type, what the largest of a group of channels becomes (None: unit rms), channels of a group
+# (None: a whole tap's). Beside a channel of 25,000 little is left of the others in a byte: small groups.
+_KINDS: dict[str, tuple[torch.dtype, float | None, int | None]] = {
+    "fp16": (torch.float16, None, None), "fp8": (torch.float8_e4m3fn, 448.0, 64), "int8": (torch.int8, 127.0, 64),
+}
 
 
-def restore(unit_SF: Tensor, rms_SK: Tensor) -> Tensor:
-    """The inverse of `normalise`, float32."""
-    slots, taps = rms_SK.shape
-    unit_SKD = unit_SF.float().reshape(slots, taps, unit_SF.shape[-1] // taps)
-    return (unit_SKD * rms_SK[..., None]).flatten(-2)
+def normalise(values_SF: Tensor, width: int, kind: STATES = "fp16") -> tuple[Tensor, Tensor]:
+    """Float [S, F] → small numbers [S, F] and what to multiply each group of channels by, fp32 [S, G]. width: D of one tap.
+
+    fp16: unit rms per tap, relative error 2^-11. Per 64 channels: fp8 (e4m3) has a relative error of 2^-4 down to 1/28,000 of the largest of them,
+    int8 an error of 1/254 of the largest."""
+    dtype, largest, group = _KINDS[kind]
+    values_SGC = values_SF.float().reshape(values_SF.shape[0], -1, group_size(width, group))
+    scale_SG = values_SGC.square().mean(-1).sqrt() if largest is None else values_SGC.abs().amax(-1) / largest
+    small_SGC = values_SGC / scale_SG.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    return (small_SGC.round() if dtype == torch.int8 else small_SGC).flatten(-2).to(dtype), scale_SG
 
 
-def bytes_per_token(taps: int, hidden: int) -> int:
+def group_size(width: int, group: int | None) -> int:
+    """Channels that share a scale: `group` where it divides a tap's width, else the whole tap."""
+    return group if group is not None and width % group == 0 else width
+
+
+def restore(small_SF: Tensor, scale_SG: Tensor) -> Tensor:
+    """The inverse of `normalise`, float32, whatever the kind."""
+    slots, groups = scale_SG.shape
+    small_SGC = small_SF.float().reshape(slots, groups, small_SF.shape[-1] // groups)
+    return (small_SGC * scale_SG[..., None]).flatten(-2)
+
+
+def bytes_per_token(taps: int, hidden: int, kind: STATES = "fp16") -> int:
     """Disk bytes of one captured token with this many taps (tokens and flags included; the readable .jsonl adds about 10)."""
-    return taps * (2 * hidden + 4) + 2 * hidden + 4 + 4 + 5
+    dtype, _, group = _KINDS[kind]
+    state = dtype.itemsize * hidden + 4 * (hidden // group_size(hidden, group))
+    return (taps + 1) * state + 4 + 5
 
 
-def write_shard(folder: Path, name: str, rows: Sequence[Row], note: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Write `name`.safetensors, `name`.jsonl and, last, the receipt `name`.json, which is returned.
+def write_shard(folder: Path, name: str, rows: Sequence[Row], note: dict[str, Any] | None = None, states: STATES = "fp16") -> dict[str, Any]:
+    """Write `name`.safetensors, `name`.jsonl and, last, the receipt `name`.json, which is returned. states: how they are kept.
 
     A shard without its receipt does not exist: a kill at any moment leaves either the whole shard or nothing.
     `note` goes into the receipt (distillation keeps the shard's key and its counts there).
     """
     (folder / f"{name}.json").unlink(missing_ok=True)  # made again: the old receipt must not vouch for new files
     with atomic_path(folder / f"{name}.safetensors") as part:
-        save_file(_pack(rows), part)
+        save_file(_pack(rows, states), part)
     with atomic_path(folder / f"{name}.jsonl") as part, part.open("w", encoding="utf-8") as out:
         for row in rows:
             meta = {"id": row.id, "category": row.category, "tokens": len(row), "finish_reason": row.finish_reason,
@@ -112,7 +131,7 @@ def write_shard(folder: Path, name: str, rows: Sequence[Row], note: dict[str, An
     return receipt
 
 
-def _pack(rows: Sequence[Row]) -> dict[str, Tensor]:
+def _pack(rows: Sequence[Row], states: STATES) -> dict[str, Tensor]:
     empty = torch.zeros(0, dtype=torch.long)
     packed = {
         "lengths": torch.tensor([len(r) for r in rows], dtype=torch.int32),
@@ -131,7 +150,7 @@ def _pack(rows: Sequence[Row]) -> dict[str, Tensor]:
                 raise ValueError(f"row {row.id!r}: {key} has {slots} slots, wanted {len(row) - 1} (its tokens minus one)")
     width = captured[0].final_TD.shape[-1]  # type: ignore[union-attr]
     for key, name in (("features_TF", "features"), ("final_TD", "final")):
-        unit_SF, rms_SK = normalise(torch.cat([getattr(r, key).cpu() for r in rows]), width)
+        unit_SF, rms_SK = normalise(torch.cat([getattr(r, key).cpu() for r in rows]), width, states)
         packed |= {name: unit_SF.contiguous(), f"{name}_rms": rms_SK.contiguous()}
     packed["lse"] = torch.cat([r.lse_T.float().cpu() for r in rows])  # type: ignore[union-attr]
     return packed
@@ -218,11 +237,13 @@ class RowStore:
         return cls(folder, manifest)
 
     @classmethod
-    def write(cls, folder: str | Path, rows: Iterable[Row], *, shard_rows: int = 64, counts: dict[str, Any] | None = None) -> RowStore:
+    def write(cls, folder: str | Path, rows: Iterable[Row], *, shard_rows: int = 64, counts: dict[str, Any] | None = None,
+              states: STATES = "fp16") -> RowStore:
         """Write rows into a fresh folder and open it: for data from elsewhere, and for tests."""
         folder, rows = Path(folder), list(rows)
         folder.mkdir(parents=True, exist_ok=True)
-        receipts = [write_shard(folder, shard_name(n), rows[i : i + shard_rows]) for n, i in enumerate(range(0, len(rows), shard_rows))]
+        parts = [rows[i : i + shard_rows] for i in range(0, len(rows), shard_rows)]
+        receipts = [write_shard(folder, shard_name(n), part, states=states) for n, part in enumerate(parts)]
         write_manifest(folder, receipts, {"rows": len(rows)} | (counts or {}))
         return cls.open(folder)
 
@@ -301,11 +322,11 @@ class _Shard:
         span = slice(self.starts[row] - row, self.starts[row + 1] - row - 1)
         features_SF, rms_SK, final_SD, final_rms_S1, lse_S = (
             self.file.get_slice(name) for name in ("features", "features_rms", "final", "final_rms", "lse"))
-        final_TD, rms_TK = restore(final_SD[span], final_rms_S1[span]), rms_SK[span]
+        final_TD, scale_TG = restore(final_SD[span], final_rms_S1[span]), rms_SK[span]
         if columns is None:
-            return restore(features_SF[span], rms_TK), final_TD, lse_S[span]
-        D = final_TD.shape[-1]
-        parts = [final_TD if k is None else restore(features_SF[span, k * D : (k + 1) * D], rms_TK[:, k : k + 1]) for k in columns]
+            return restore(features_SF[span], scale_TG), final_TD, lse_S[span]
+        D, G = final_TD.shape[-1], final_rms_S1.get_shape()[1]  # width and groups of one tap
+        parts = [final_TD if k is None else restore(features_SF[span, k * D : (k + 1) * D], scale_TG[:, k * G : (k + 1) * G]) for k in columns]
         return torch.cat(parts, -1), final_TD, lse_S[span]
 
 

@@ -104,7 +104,7 @@ def _prompts(recipe: Recipe) -> tuple[int, float, str]:
 def _disk(recipe: Recipe, g: Geometry, tokens: dict[str, Any], taps: int, stored: int, trained: int) -> dict[str, float]:
     from draftheads.data.features import bytes_per_token
 
-    features = tokens["all"] * bytes_per_token(taps, g.hidden_size) if recipe.data.features == "capture" else tokens["all"] * 5
+    features = tokens["all"] * bytes_per_token(taps, g.hidden_size, recipe.data.states) if recipe.data.features == "capture" else tokens["all"] * 5
     if recipe.data.rows is not None:  # they lie in another run
         features = 0
     # Two moments and the weights in fp32; one more copy exists while a checkpoint is being replaced.

@@ -89,6 +89,7 @@ class DataSection(Section):
     batch_size: int = Field(32, ge=1)
     shard_rows: int = Field(64, ge=1, description="rows of one shard: the unit of resuming")
     features: Literal["capture", "online"] = Field("capture", description="capture: stored while generating; online: a target forward in training")
+    states: Literal["fp16", "fp8", "int8"] = Field("fp16", description="how captured states are kept: fp8 and int8 take half the disk")
     taps: Annotated[list[int | Literal["final"]], Field(min_length=1)] | None = Field(
         None, description="states to capture, the union of what several heads read; None: this head's")
     rows: str | None = Field(None, description="another run's folder, or its distill folder: train on its rows instead of making them again")

@@ -67,6 +67,39 @@ def test_massive_activations_survive_fp16():
     assert torch.equal(restore(zero, rms), torch.zeros(2, 8))
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_byte_a_channel_is_as_exact_as_it_says_and_an_outlier_spoils_its_neighbours_only(kind):
+    raw_SF = torch.randn(50, 2 * 576, generator=torch.Generator().manual_seed(0))
+    raw_SF[:, 5], raw_SF[:, 600] = 25_000.0, 1e7
+    small_SF, scale_SG = normalise(raw_SF, 576, kind)
+    assert small_SF.element_size() == 1
+    assert scale_SG.shape == (50, 2 * 576 // 64)
+    scale_SF = scale_SG.repeat_interleave(64, dim=1)
+    off_SF = (restore(small_SF, scale_SG) - raw_SF).abs()
+    # e4m3: three bits of mantissa, and steps of one size below 2^-6.
+    bound_SF = 2.0**-4 * raw_SF.abs().clamp(min=scale_SF * 2.0**-6) if kind == "fp8" else 0.5 * scale_SF
+    assert (off_SF <= 1.001 * bound_SF).all()
+    assert off_SF[:, 64:576].max() < (0.2 if kind == "fp8" else 0.02)
+    zero, scale = normalise(torch.zeros(2, 8), 8, kind)
+    assert torch.equal(restore(zero, scale), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "int8"])
+def test_a_store_of_any_kind_gives_its_rows_and_those_of_a_choice_of_taps(tmp_path, kind):
+    g, D = torch.Generator().manual_seed(0), 128
+    some = [Row(f"r{i}", "c", torch.arange(9), torch.ones(9, dtype=torch.bool), features_TF=torch.randn(8, 3 * D, generator=g),
+                final_TD=torch.randn(8, D, generator=g), lse_T=torch.zeros(8)) for i in range(5)]
+    store = RowStore.write(tmp_path, some, shard_rows=2, states=kind)
+    store.taps = [1, 3, 5]
+    for row, back in zip(some, store, strict=True):
+        for a, b in ((row.features_TF, back.features_TF), (row.final_TD, back.final_TD)):
+            assert (a - b).abs().max() < {"fp16": 0.002, "fp8": 0.2, "int8": 0.02}[kind]
+    chosen = store.select([5, "final", 1])[3]
+    whole = store[3]
+    wanted = [whole.features_TF[:, 2 * D :], whole.final_TD, whole.features_TF[:, :D]]
+    assert torch.equal(chosen.features_TF, torch.cat(wanted, -1))
+
+
 def test_same_rows_same_bytes_and_hash(tmp_path):
     one, two = RowStore.write(tmp_path / "a", rows()), RowStore.write(tmp_path / "b", rows())
     other = RowStore.write(tmp_path / "c", rows(seed=1))
@@ -159,19 +192,20 @@ def test_store_travels_to_workers(tmp_path):
     assert torch.equal(pickle.loads(pickle.dumps(store))[0].ids, first.ids)
 
 
-def test_reading_is_fast_and_estimate_is_close(tmp_path):
+@pytest.mark.parametrize("kind", ["fp16", "fp8", "int8"])
+def test_reading_is_fast_and_estimate_is_close(tmp_path, kind):
     g = torch.Generator().manual_seed(0)
     length, taps, hidden = 257, 4, 576
     big = [Row(f"r{i}", "c", torch.zeros(length, dtype=torch.long), torch.ones(length, dtype=torch.bool),
                features_TF=torch.randn(length - 1, taps * hidden, generator=g), final_TD=torch.randn(length - 1, hidden, generator=g),
                lse_T=torch.zeros(length - 1)) for i in range(32)]
-    store = RowStore.write(tmp_path, big)
+    store = RowStore.write(tmp_path, big, states=kind)
     began = time.process_time()
     for i in range(len(store)):
         store[i]
     assert (time.process_time() - began) / (32 * length) * 90_000 < 10  # seconds for 90k tokens
     size = (tmp_path / "shard-00000.safetensors").stat().st_size
-    assert size == pytest.approx(bytes_per_token(taps, hidden) * 32 * length, rel=0.02)
+    assert size == pytest.approx(bytes_per_token(taps, hidden, kind) * 32 * length, rel=0.02)
 
 
 def test_row_seed_is_stable_and_fits_int64():
