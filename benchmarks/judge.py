@@ -1,6 +1,7 @@
 """vLLM as the judge of exported heads: what it makes of a folder, by its own counters, beside what specdec-eval says of it.
 
     serve    prompts ─► vllm_engine.py in the engine's environment ─► Served
+    server   vLLM's own HTTP server, for as long as one wants it
     agree    the same prompts, γ and length by specdec-eval ─► its τ and rates per position, beside vLLM's
 
 The engine's environment is made by `make env-vllm` (.venv-vllm); VLLM_PYTHON names another one's Python.
@@ -10,8 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +30,7 @@ from draftheads.inference.target import load_target
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = Path(__file__).with_name("vllm_engine.py")
-LOG_LINES, BATCH = 40, 16
+LOG_LINES, BATCH, START_S = 40, 16, 300
 
 
 @dataclass
@@ -69,15 +76,7 @@ def job(
 def serve(jobs: list[dict[str, Any]], *, threads: int | None = None) -> list[Served | EngineError]:
     """Each job by an engine of its own, in one process. An engine that fails is an EngineError in its place; it is raised if the process dies."""
     python = engine_python()
-    preload = python.parent.parent / "lib" / "libiomp5.so"
-    env = {
-        **os.environ, "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
-        # Without Intel's OpenMP in front, CPU attention runs some ten times slower.
-        **({"LD_PRELOAD": str(preload)} if preload.exists() else {}),
-    }
-    env.pop("PYTHONPATH", None)
+    env = _environment(python, threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with tempfile.TemporaryDirectory() as folder:
         asked, results = Path(folder) / "jobs.json", Path(folder) / "results.json"
         asked.write_text(json.dumps(jobs), encoding="utf-8")
@@ -86,6 +85,58 @@ def serve(jobs: list[dict[str, Any]], *, threads: int | None = None) -> list[Ser
         if run.returncode or not results.exists():
             raise EngineError(f"vLLM ended with {run.returncode}:\n" + "\n".join(run.stdout.splitlines()[-LOG_LINES:]))
         return [_served(found) for found in json.loads(results.read_text(encoding="utf-8"))]
+
+
+def _environment(python: Path, threads: int | None) -> dict[str, str]:
+    preload = python.parent.parent / "lib" / "libiomp5.so"
+    env = {
+        **os.environ, "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Without Intel's OpenMP in front, CPU attention runs some ten times slower.
+        **({"LD_PRELOAD": str(preload)} if preload.exists() else {}),
+    }
+    env.pop("PYTHONPATH", None)
+    return env
+
+
+@contextmanager
+def server(target: Path, *, max_model_len: int, threads: int | None = None, dtype: str = "float32") -> Iterator[str]:
+    """vLLM's OpenAI-compatible server for a transformers folder, as long as the context lasts. -> its URL, up to and with /v1"""
+    python, port = engine_python(), _free_port()
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--served-model-name", "target", "--dtype", dtype,
+               "--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", str(BATCH), "--host", "127.0.0.1", "--port", str(port)]
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+", encoding="utf-8", errors="replace") as log:
+        child = subprocess.Popen(command, cwd=folder, env=_environment(python, threads), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            _wait_for(f"http://127.0.0.1:{port}/health", child)
+            yield f"http://127.0.0.1:{port}/v1"
+        except EngineError as error:
+            log.seek(0)
+            raise EngineError(f"{error}:\n" + "\n".join(log.read().splitlines()[-LOG_LINES:])) from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)  # its engine is a process of its own
+            child.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _wait_for(url: str, child: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            raise EngineError(f"vLLM's server ended with {child.returncode}")
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise EngineError(f"vLLM's server did not answer in {START_S} s")
 
 
 def _served(found: dict[str, Any]) -> Served | EngineError:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import tiny
+from draftheads.data.distill import distill
 from draftheads.data.features import Row
 from draftheads.heads import build_head
 from draftheads.heads.block import BlockHead
@@ -36,6 +37,7 @@ from draftheads.inference.drafters.none import NoDrafter
 from draftheads.inference.metrics import all_rounds, tau_untrimmed
 from draftheads.inference.requests import Limits, Request
 from draftheads.inference.target import Target
+from draftheads.recipes.schema import Recipe
 from draftheads.train.align import align
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -243,6 +245,32 @@ def test_a_folder_altered_behind_our_back_is_accepted_less(name, served):
     found = result(served, name)
     assert found.tokens == result(served, "").tokens
     assert found.tau < GAMMA
+
+
+# ---- regeneration by a server
+
+
+def test_rows_of_a_vllm_server_are_those_of_this_process_token_by_token(target, tmp_path):
+    """Greedy, float32: several turns, short answers and long ones, ends that the server reports."""
+    loaded, folder = target
+    words = "tell me about the sea and what fish eat when winter comes over cold dark water".split()
+    talks = [{"id": f"p{i}", "messages": [{"role": "user", "content": " ".join(words[i % 7 : i % 7 + 3 + i % 4]) + f" {i}"}]} for i in range(24)]
+    old = {"role": "assistant", "content": "OLD"}
+    talks += [{"id": "talk", "messages": [{"role": "user", "content": "one"}, old, {"role": "user", "content": "two"}]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(t) + "\n" for t in talks))
+    data = dict(prompts=str(tmp_path / "prompts.jsonl"), max_new_tokens=24, batch_size=8, shard_rows=8, max_prompt_tokens=200, drop_loops=False,
+                features="online")
+    recipe = {"target": {"name": str(folder), "dtype": "float32"}, "head": {"type": "eagle3", "taps": [2, 4, 5]}}
+    here = distill(Recipe.model_validate(recipe | {"run": str(tmp_path / "here"), "data": data}), target=loaded, progress=False)
+    with judge.server(folder, max_model_len=256, threads=1) as url:
+        served = data | {"servers": {"urls": [url], "logprobs": True}}
+        there = distill(Recipe.model_validate(recipe | {"run": str(tmp_path / "there"), "data": served}), progress=False)
+    assert here.counts["failed"] == there.counts["failed"]
+    assert len(here) >= 24
+    for a, b in zip(here, there, strict=True):
+        assert (a.id, a.ids.tolist(), a.flags.tolist(), a.finish_reason) == (b.id, b.ids.tolist(), b.flags.tolist(), b.finish_reason)
+        assert len(b.extra["logprobs"]) == int(b.flags.sum())
+    assert "retokenised" not in there.counts
 
 
 # ---- trained heads
