@@ -231,7 +231,8 @@ def _tree_from_here(text: str) -> str:
 def plan(
     recipe: RecipeOption,
     overrides: SetOption = [],  # noqa: B006
-    processes: Annotated[int, typer.Option(help="Training processes (one per GPU).", min=1)] = 1,
+    processes: Annotated[int, typer.Option("--processes", "--gpus", help="Training processes (one per GPU).", min=1)] = 1,
+    gpu_memory: Annotated[float | None, typer.Option(help="GB of memory that one GPU has: then it says what fits, and how.", min=0.1)] = None,
     tflops: Annotated[float | None, typer.Option(help="What one device sustains in matrix products; default: measured here in a second.")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="GB/s that one device reads weights with; default: measured here.")] = None,
     as_json: JsonOption = False,
@@ -242,12 +243,15 @@ def plan(
 
     For a machine that you are not sitting at, say what it sustains (an H100: about 400 TFLOP/s in bf16, 2500 GB/s):
 
-        specdec plan --recipe recipes/llama8b.yaml --processes 8 --tflops 400 --bandwidth 2500
+        specdec plan --recipe recipes/llama8b.yaml --gpus 8 --gpu-memory 80 --tflops 400 --bandwidth 2500
+
+    It also says where it would put things, and why: the target's states on disk (data.features: capture) or computed again in training (online),
+    the target whole on every GPU or spread over them. Rates that this run has measured itself replace the estimates.
     """
     loaded = _load(recipe, overrides)
     from draftheads.eval.plan import make_plan, print_plan
 
-    made = make_plan(loaded, processes=processes, tflops=tflops, bandwidth=bandwidth)
+    made = make_plan(loaded, processes=processes, tflops=tflops, bandwidth=bandwidth, memory_gib=gpu_memory)
     print(json.dumps(made, indent=2)) if as_json else print_plan(made)
 
 

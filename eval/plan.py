@@ -8,6 +8,7 @@ run at the given or measured rate. Finished work (a distilled store) replaces th
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -18,14 +19,17 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB = 2**30
 
 
-def make_plan(recipe: Recipe, *, processes: int = 1, tflops: float | None = None, bandwidth: float | None = None) -> dict[str, Any]:
-    """{"tokens", "disk_gib", "memory_gib", "hours", "parameters", "assumptions"}: plain numbers, for people and machines.
+def make_plan(
+    recipe: Recipe, *, processes: int = 1, tflops: float | None = None, bandwidth: float | None = None, memory_gib: float | None = None
+) -> dict[str, Any]:
+    """{"tokens", "disk_gib", "memory_gib", "hours", "rates", "placement", "parameters", "assumptions"}: plain numbers, for people and machines.
 
-    tflops, bandwidth (GB/s): per device; measured here where not given. RecipeError when neither the recipe nor the target's config.json
-    gives its geometry.
+    tflops, bandwidth (GB/s), memory_gib: per device; the first two are measured here where not given. What this run has measured itself (shards
+    that are finished, steps that were made) counts before both. RecipeError when neither the recipe nor the target's config.json gives its geometry.
     """
     import torch
 
+    from draftheads.eval.placement import place
     from draftheads.heads import build_head, head_config
     from draftheads.inference.sources import read_geometry
 
@@ -45,15 +49,40 @@ def make_plan(recipe: Recipe, *, processes: int = 1, tflops: float | None = None
     tokens = count_tokens(recipe)
     sizes = {"target": target_parameters(geometry), "head_trained": trained, "draft_vocab": size}
     taps = len([t for t in recipe.data.taps or head.taps if t != "final"])
-    return {
+    hours = _hours(recipe, geometry, sizes, tokens, width, processes, tflops, bandwidth)
+    rates = own_rates(recipe)
+    if rates["distill"] and tokens["answer"]:
+        hours["distill"] = round(tokens["answer"] / rates["distill"] / 3600, 4)
+    if rates["train"]:
+        hours["train"] = round(tokens["trained"] / rates["train"] / 3600, 4)
+    made = {
         "run": str(recipe.run_dir), "target": recipe.target.name, "parameters": sizes, "tokens": tokens,
         "disk_gib": _disk(recipe, geometry, tokens, taps, stored, trained), "memory_gib": _memory(recipe, geometry, sizes, taps, width),
-        "hours": _hours(recipe, geometry, sizes, tokens, width, processes, tflops, bandwidth),
+        "hours": hours, "rates": rates,
         "assumptions": {
             "processes": processes, "tflops_per_device": round(tflops, 3), "gb_per_s_per_device": round(bandwidth, 1), "answer_share": ANSWER_SHARE,
             "mixture of experts": "counted as if dense" if "moe" in geometry.model_type or "mixtral" in geometry.model_type else "no",
         },
     }
+    return made | {"placement": place(recipe, geometry, made, taps, devices=processes, memory_gib=memory_gib)}
+
+
+def own_rates(recipe: Recipe) -> dict[str, float | None]:
+    """Tokens a second that this run has reached on this machine: answers, by its finished shards; training, by its last steps. None: not yet."""
+    folder, seconds, answers = recipe.run_dir / "distill", 0.0, 0
+    for path in folder.glob("shard-*.json"):
+        try:
+            receipt = json.loads(path.read_text(encoding="utf-8"))
+            seconds, answers = seconds + float(receipt["seconds"]), answers + int(receipt["answer_tokens"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    trained = None
+    try:
+        last = (recipe.run_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+        trained = float(json.loads(last)["tokens_per_s"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        pass
+    return {"distill": answers / seconds if seconds else None, "train": trained or None}
 
 
 def target_parameters(g: Geometry) -> int:
@@ -113,7 +142,7 @@ def _disk(recipe: Recipe, g: Geometry, tokens: dict[str, Any], taps: int, stored
 
 
 def _memory(recipe: Recipe, g: Geometry, sizes: dict[str, int], taps: int, width: int) -> dict[str, float]:
-    """Peak per process."""
+    """Peak per process. train_alone: without the target's own weights, which are `target`."""
     data, train = recipe.data, recipe.train
     weights = sizes["target"] * width
     borrowed = 2 * g.vocab_size * g.hidden_size * width
@@ -130,7 +159,8 @@ def _memory(recipe: Recipe, g: Geometry, sizes: dict[str, int], taps: int, width
     training = sizes["head_trained"] * 4 * 4 + borrowed + activations + chunk + (weights if data.features == "online" else 0)
     if train.lora is not None:  # the target, what its backward pass needs of every layer, and two full-vocabulary chunks with their gradients
         training += weights + tokens * g.num_layers * (8 * g.hidden_size + 4 * g.intermediate_size) * 4 + train.loss_chunk * g.vocab_size * 4 * 4
-    return _gib({"distill": distilling, "train": training})
+    alone = training - (weights if data.features == "online" or train.lora is not None else 0)
+    return _gib({"distill": distilling, "train": training, "train_alone": alone, "target": weights})
 
 
 def _hours(
@@ -203,6 +233,11 @@ def print_plan(made: dict[str, Any]) -> None:
     console.print(Text(f"{made['target']}: {sizes['target'] / 1e6:,.0f} M parameters; head: {sizes['head_trained'] / 1e6:.1f} M trained, "
                        f"draft vocabulary {sizes['draft_vocab']:,}; run folder {made['run']}"))
     console.print(table)
+    for what, name in (("states", "The target's states"), ("target", "The target")):
+        found = made["placement"][what]
+        console.print(Text(f"{name}: {found['choice']} ({found['why']})."))
+    if own := ", ".join(f"{what} {rate:.0f} tokens/s" for what, rate in made["rates"].items() if rate):
+        console.print(Text(f"As this run has measured: {own}.", style="dim"))
     console.print(Text(f"Estimates. Per device {assumed['tflops_per_device']:g} TFLOP/s and {assumed['gb_per_s_per_device']:g} GB/s, "
                        f"{assumed['processes']} training process(es); tokens: {tokens['source']}.", style="dim"))
 
