@@ -1,8 +1,9 @@
 """OpenAI-compatible servers (vLLM, SGLang, any other) as one engine: a prompt's ids ─► the least busy server ─► the answer's ids.
 
     check      every server is there, serves the model, has room for prompt and answer: before any long work
-    answer     POST /v1/completions with the prompt as token ids; the reply's own token_ids where the server returns them (vLLM#22587, sglang#30917), else its
-               text, tokenised again, and the row says so. A server that refuses what OpenAI's own interface lacks is asked without it
+    answer     POST /v1/completions with the prompt as token ids; the reply's own token_ids where the server returns them (vLLM#22587,
+               sglang#30917), else its text, tokenised again, and the row says so. A server that refuses what OpenAI's own interface lacks is
+               asked without it
     waiting    a busy or absent server (429, 503, no connection) is left alone for a while and costs a prompt none of its retries; other failures
                (timeouts, 5xx) do. A refusal (4xx) is that prompt's failure at once
 
