@@ -294,7 +294,7 @@ def test_survey_counts_what_is_lost_and_refuses_a_mask_that_covers_nothing(tmp_p
     known_V = torch.zeros(128, dtype=torch.bool)
     known_V[:50] = True
     for drop in (False, True):
-        for share, index in zip(found.shares(known_V, drop), found.rows, strict=True):
+        for share, index in zip(found.shares(store, TrainSection(max_len=12, drop_out_of_vocab=drop), known_V), found.rows, strict=True):
             aligned = align([rows[index]], steps=1, supervise="answers", max_len=12)
             valid = aligned.batch.valid_BTJ & (known_V[aligned.labels_BTJ] | (not drop))
             assert share == int(valid.sum())
@@ -589,7 +589,7 @@ def test_overfitting_turns_into_accepted_tokens(distilled, tmp_path):
     head.borrow(target.embed_VD, target.lm_head_VD)
     step = TrainStep(head, target.lm_head_VD, target.finish_logits)
     examples = Examples(RowStore.open(tmp_path / "rows"), recipe.train, step.known_V, 3 * 64, 64, 256)
-    schedule = Schedule(recipe.train, found.rows, found.lengths, found.shares(step.known_V, False), 1)
+    schedule = Schedule(recipe.train, found.rows, found.lengths, found.shares(store, recipe.train, step.known_V), 1)
     figures = fit(step, examples, schedule, recipe, run.make_accelerator(recipe), {})
     assert figures["accuracy"][0] > 0.97
     requests = [Request(r.id, tuple(r.ids[: int((~r.flags).sum())].tolist())) for r in rows]

@@ -27,42 +27,76 @@ from draftheads.train.step import Chunk, chunk_size, chunks_of
 from draftheads.train.tuned import Held, held_of
 
 
+MOST_WAITING = 1 << 20
+
+
 @dataclass
 class Survey:
-    """One pass over the tokens. rows: indices of the usable rows; lengths: their tokens after cutting; labels: per row the labels of its
-    loss slots; produced_V, tokens_V: how often the target produced each id, and how often it occurs at all; cut, empty: rows cut at max_len,
-    and left out for want of a loss slot."""
+    """One pass over the tokens. rows: indices of the usable rows; lengths: their tokens after cutting; slots: per row its loss slots at step 0;
+    labels_V: how often each id is the label of one; produced_V, tokens_V: how often the target produced each id, and how often it occurs at all;
+    cut, empty: rows cut at max_len, and left out for want of a loss slot. A few numbers a row, whatever its length."""
 
     rows: list[int]
     lengths: list[int]
-    labels: list[Tensor]
+    slots: list[int]
+    labels_V: Tensor
     produced_V: Tensor
     tokens_V: Tensor
-    cut: int
-    empty: int
+    cut: int = 0
+    empty: int = 0
 
-    def shares(self, known_V: Tensor, drop_out_of_vocab: bool) -> list[int]:
-        """Loss slots at step 0 per usable row: what the global normaliser is made of, known to every process."""
-        return [int(known_V[x].sum()) if drop_out_of_vocab else len(x) for x in self.labels]
+    def shares(self, store: RowStore, train: TrainSection, known_V: Tensor) -> list[int]:
+        """Loss slots at step 0 per usable row that count: what the global normaliser is made of, known to every process."""
+        if not train.drop_out_of_vocab:
+            return self.slots
+        return [int(known_V[_labels(store, i, train)].sum()) for i in self.rows]
+
+
+def _labels(store: RowStore, index: int, train: TrainSection) -> Tensor:
+    return loss_labels(*store.tokens(index), supervise=train.supervise, max_len=train.max_len)
+
+
+class _Counts:
+    """How often each id occurs, counted many rows at a time: a vocabulary is longer than a row."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.total_V = torch.zeros(vocab_size, dtype=torch.int64)
+        self.waiting: list[Tensor] = []
+        self.size = 0
+
+    def add(self, ids: Tensor) -> None:
+        self.waiting.append(ids)
+        self.size += len(ids)
+        if self.size > MOST_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.waiting:
+            self.total_V += torch.bincount(torch.cat(self.waiting), minlength=len(self.total_V))
+        self.waiting, self.size = [], 0
 
 
 def survey(store: RowStore, train: TrainSection, vocab_size: int) -> Survey:
     """RecipeError when the mask covers nothing."""
-    found = Survey([], [], [], torch.zeros(vocab_size, dtype=torch.int64), torch.zeros(vocab_size, dtype=torch.int64), 0, 0)
+    labels, produced, tokens = (_Counts(vocab_size) for _ in range(3))
+    found = Survey([], [], [], labels.total_V, produced.total_V, tokens.total_V)
     for index in range(len(store)):
         ids_L, flags_L = store.tokens(index)
         found.cut += len(ids_L) > train.max_len
         if len(ids_L) and int(ids_L.max()) >= vocab_size:
             raise RecipeError(f"row {index} of the data holds token {int(ids_L.max())}, the target's vocabulary has {vocab_size}: other data")
-        found.tokens_V += torch.bincount(ids_L, minlength=vocab_size)
-        found.produced_V += torch.bincount(ids_L[flags_L], minlength=vocab_size)
-        labels = loss_labels(ids_L, flags_L, supervise=train.supervise, max_len=train.max_len)
-        if not len(labels):
+        tokens.add(ids_L)
+        produced.add(ids_L[flags_L])
+        of_row = loss_labels(ids_L, flags_L, supervise=train.supervise, max_len=train.max_len)
+        if not len(of_row):
             found.empty += 1
             continue
+        labels.add(of_row)
         found.rows.append(index)
         found.lengths.append(min(len(ids_L), train.max_len))
-        found.labels.append(labels)
+        found.slots.append(len(of_row))
+    for counts in (labels, produced, tokens):
+        counts.flush()
     if not found.rows:
         wanted = "three tokens" if train.supervise == "all" else "two successive answer tokens"
         raise RecipeError(f"the mask covers nothing: none of {len(store)} rows has {wanted} within train.max_len "

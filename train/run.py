@@ -91,8 +91,8 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
         store = store.select(head_config(recipe.head, target.geometry).taps)
     found = survey(store, section, target.geometry.vocab_size)
     draft_ids = draft_vocabulary(found, size, target) if size is not None else None
-    if draft_ids is not None and not torch.isin(torch.cat(found.labels), draft_ids).any():
-        raise RecipeError(f"the draft vocabulary of {size} tokens holds none of the {len(torch.cat(found.labels)):,} tokens to learn: "
+    if draft_ids is not None and not found.labels_V[draft_ids].any():
+        raise RecipeError(f"the draft vocabulary of {size} tokens holds none of the {int(found.labels_V.sum()):,} tokens to learn: "
                           "raise head.draft_vocab_size, or train.max_len if it cuts the answers off")
 
     tuned = None
@@ -110,7 +110,7 @@ def train(recipe: Recipe, accelerator: Accelerator, say: Any) -> int:
     examples = Examples(store, section, known_V, width=len(head.taps) * target.geometry.hidden_size, hidden=target.geometry.hidden_size,
                         chunk=chunk, fill=partial(target_features, target, tuple(head.taps)) if online else None,
                         thin=head.thin if type(head).thin is not DraftHead.thin else None, device=accelerator.device)
-    schedule = Schedule(section, found.rows, found.lengths, found.shares(known_V, section.drop_out_of_vocab), accelerator.num_processes)
+    schedule = Schedule(section, found.rows, found.lengths, found.shares(store, section, known_V), accelerator.num_processes)
     meta = HeadMeta(target=recipe.target.name, revision=target.revision, template_hash=target.template_hash, recipe_hash=recipe.hash(),
                     data_hash=store.hash)
     if not online:
@@ -213,11 +213,11 @@ def launched_with() -> int | None:
 
 
 def overview(found: Any, schedule: Schedule, step: TrainStep, known_V: torch.Tensor, done: int) -> str:
-    labels = torch.cat(found.labels)
+    slots = int(found.labels_V.sum())
     trained, adapted = (sum(p.numel() for p in parameters) for parameters in (step.head.trainable_parameters(), step.adapter()))
     lost = [f"{n} {what}" for n, what in ((found.cut, "cut at train.max_len"), (found.empty, "left out: no loss slot")) if n]
-    return (f"{len(found.rows)} rows{' (' + ', '.join(lost) + ')' if lost else ''}, {len(labels):,} loss slots an epoch, draft vocabulary "
-            f"{int(known_V.sum())} covers {known_V[labels].float().mean():.1%} of them; {trained / 1e6:.1f} M parameters"
+    return (f"{len(found.rows)} rows{' (' + ', '.join(lost) + ')' if lost else ''}, {slots:,} loss slots an epoch, draft vocabulary "
+            f"{int(known_V.sum())} covers {int(found.labels_V[known_V].sum()) / slots:.1%} of them; {trained / 1e6:.1f} M parameters"
             f"{f' and {adapted / 1e6:.1f} M of the adapter' if adapted else ''}, "
             f"{len(schedule.steps())} steps" + (f", going on after step {done}" if done else ""))
 
