@@ -26,7 +26,6 @@ from draftheads.train.align import Aligned, align, loss_labels, nothing
 from draftheads.train.step import Chunk, chunk_size, chunks_of
 from draftheads.train.tuned import Held, held_of
 
-
 MOST_WAITING = 1 << 20
 
 
