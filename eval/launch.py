@@ -8,7 +8,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from draftheads.recipes.schema import RecipeError
 
@@ -32,8 +35,26 @@ def training_command(recipe: Path, overrides: Sequence[str], processes: int, *, 
 
 
 def run_launcher(command: Sequence[str]) -> int:
-    """The exit code of the script, which leaves it in a file: accelerate's launcher makes 1 of every code but 0."""
+    """The exit code of the script, which leaves it in a file: accelerate's launcher makes 1 of every code but 0. Whatever ends this process (Ctrl-C,
+    SIGTERM) ends the training, which keeps its state first; it is waited for."""
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder) / "code"
-        code = subprocess.run(command, check=False, env={**os.environ, "DRAFTHEADS_EXIT_CODE": str(note)}).returncode
+        launcher = subprocess.Popen(command, env={**os.environ, "DRAFTHEADS_EXIT_CODE": str(note)})
+        try:
+            code = launcher.wait()
+        except BaseException:
+            _end(launcher)
+            raise
         return int(note.read_text()) if code and note.is_file() else code
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """The launcher passes no signal on: its scripts get theirs from here."""
+    try:
+        running = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in running:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    psutil.wait_procs(running)

@@ -10,8 +10,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -433,6 +435,37 @@ def test_the_scripts_exit_code_comes_through_the_launcher(code):
     script = f"import os, sys; open(os.environ['DRAFTHEADS_EXIT_CODE'], 'w').write('{code}'); sys.exit({int(code > 0)})"
     assert launch.run_launcher([sys.executable, "-c", script]) == code
     assert launch.run_launcher([sys.executable, "-c", "raise SystemExit(7)"]) == 7
+
+
+LAUNCHER = """
+import subprocess, sys
+sys.exit(subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]]).wait())
+"""
+TRAINING = """
+import pathlib, signal, sys, time
+ended = []
+signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+pathlib.Path(sys.argv[1]).touch()
+while not ended:
+    time.sleep(0.01)
+time.sleep(0.5)
+pathlib.Path(sys.argv[2]).touch()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_training_behind_the_launcher_and_waits_for_its_state(tmp_path, number, code):
+    started, saved = tmp_path / "started", tmp_path / "saved"
+    run = "import sys; from draftheads.eval import cli, launch; sys.exit(cli.guard('specdec', lambda: launch.run_launcher(sys.argv[1:])))"
+    words = [sys.executable, "-c", run, sys.executable, "-c", LAUNCHER, TRAINING, str(started), str(saved)]
+    process = subprocess.Popen(words, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not started.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(60) == code
+    assert saved.exists()
 
 
 @pytest.mark.slow
