@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UNION = [2, 9, 15, 21, 27, 28, "final"]
 MINUTES, MOST_EPOCHS, PROBE_STEPS = 15.0, 6.0, 14
 PER_CATEGORY, TOKENS, GAMMA = 7, 112, 4
+FEW, FEW_TOKENS = 1, 64  # of a category, where a machine must be idle meanwhile
 EPOCH_STEPS = 62  # of 2048 tokens
 TREE = "dynamic:depth=5,top_k=8,nodes=24"
 
@@ -181,27 +182,29 @@ def engine(place: Place, name: str) -> None:
 
 
 def measure(place: Place, name: str) -> None:
-    """Draft cost and speed-up, batch 1, against our own autoregressive path; τ of a tree on the same prompts."""
+    """Draft cost and speed-up, batch 1, against our own autoregressive path; τ of a chain and of a tree, on as few prompts."""
     from draftheads.eval.run import evaluate
     from draftheads.eval.subject import open_checkpoint
 
     head, run = HEADS[name], place.run(name)
     if not (run / "ckpt" / "final").exists():
         return
-    common = {"per_category": 2, "max_new_tokens": 64, "transformers_fraction": 0.0, "drafters": ["none", "head"]}
+    common = {"per_category": FEW, "transformers_fraction": 0.0}
     if "speedup" not in place.results(name):
-        report = evaluate(open_checkpoint(run, [], common | {"tau_gamma": head.gamma}), out=place.folder / "report" / name, quiet=True).report
+        options = common | {"max_new_tokens": FEW_TOKENS, "drafters": ["none", "head"], "tau_gamma": head.gamma}
+        report = evaluate(open_checkpoint(run, [], options), out=place.folder / "report" / name, quiet=True).report
         place.keep(name, speedup=report["summary"]["speedup"], speedup_ci95=report["summary"]["speedup_ci95"], lossless=report["summary"]["lossless"],
                    gamma=report["summary"]["gamma"], draft_cost=report["cost_model"]["c"].get("head"), tau_timed=report["summary"]["tau"])
-    if head.trees and "tree_tau" not in place.results(name):
-        options = common | {"drafters": ["head"], "per_category": PER_CATEGORY, "max_new_tokens": TOKENS, "ignore_eos": True, "tree": TREE,
-                            "batch_size": 16, "gamma": head.gamma, "costs": False}
-        report = evaluate(open_checkpoint(run, [], options), out=place.folder / "tree" / name, quiet=True).report
-        place.keep(name, tree_tau=report["by_drafter"]["head"]["tau_untrimmed"])
+    for kind, tree in (("chain", "chain"), ("tree", TREE)):
+        if head.trees and f"{kind}_tau" not in place.results(name):
+            options = common | {"drafters": ["head"], "max_new_tokens": TOKENS, "ignore_eos": True, "tree": tree, "batch_size": 8,
+                                "gamma": head.gamma, "costs": False}
+            report = evaluate(open_checkpoint(run, [], options), out=place.folder / kind / name, quiet=True).report
+            place.keep(name, **{f"{kind}_tau": report["by_drafter"]["head"]["tau_untrimmed"]})
 
 
 def table(place: Place) -> str:
-    columns = ["head", "trained", "steps, epochs", f"τ chain, γ = {GAMMA}", "τ tree", "c", "speed-up (95 %)", "vLLM's acceptance length",
+    columns = ["head", "trained", "steps, epochs", f"τ chain, γ = {GAMMA}", "chain → tree", "c", "speed-up (95 %)", "vLLM's acceptance length",
                "difference", "same texts"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, head in HEADS.items():
@@ -210,11 +213,11 @@ def table(place: Place) -> str:
         if not e:
             continue
         ours, theirs = e["tau_untrimmed"], e.get("vllm_acceptance_length")
-        pair = r.get("speedup_ci95") or [float("nan")] * 2
+        fast = f"{r['speedup']:.2f} ({r['speedup_ci95'][0]:.2f}–{r['speedup_ci95'][1]:.2f}) at γ = {r['gamma']}" if "speedup" in r else "–"
         lines.append(" | ".join([
             f"| {name}", f"{parameters(place.run(name)) / 1e6:.1f} M", f"{r['steps']}, {r['steps'] / EPOCH_STEPS:.1f}", f"{ours:.3f}",
-            f"{r['tree_tau']:.3f}" if "tree_tau" in r else "–", f"{r.get('draft_cost', float('nan')):.3f}",
-            f"{r.get('speedup', float('nan')):.2f} ({pair[0]:.2f}–{pair[1]:.2f})", f"{theirs:.3f}" if theirs else head.reason or "–",
+            f"{r['chain_tau']:.2f} → {r['tree_tau']:.2f}" if "tree_tau" in r else "–", f"{r['draft_cost']:.3f}" if r.get("draft_cost") is not None else "–",
+            fast, f"{theirs:.3f}" if theirs else head.reason or "–",
             f"{e['difference']:+.2%}" if theirs else "–", f"{e['same_texts']} of {e['prompts']} |" if theirs else "– |"]))
     return "\n".join(lines)
 

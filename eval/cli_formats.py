@@ -30,6 +30,7 @@ def export_head(
     whole_vocabulary: Annotated[bool, typer.Option("--whole-vocabulary", help="A head that was trained over a reduced draft vocabulary and shares "
                                                                               "the target's lm_head (head.freeze_lm_head), over the whole one: "
                                                                               "for layouts without a draft vocabulary.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="The target brings its own code.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a head as an engine loads it, unmodified; read it again as the engine would and compare its logits before anything is kept.
@@ -38,7 +39,7 @@ def export_head(
 
         specdec export --ckpt runs/llama8b --to sglang --dtype bfloat16 --out exports/llama8b-sglang
 
-        specdec export --ckpt runs/smollm2-135m-medusa2 --to vllm --target-out exports/smollm2-135m-tuned
+        specdec export --ckpt runs/smollm2-135m-medusa2 --to vllm --whole-vocabulary --target-out exports/smollm2-135m-tuned
 
         specdec-eval --ckpt exports/llama8b-sglang
 
@@ -69,7 +70,8 @@ def export_head(
     from draftheads.inference.target import load_target
 
     silence()
-    checkpoint = open_checkpoint(ckpt, [] if target is None else [f"target.name={json.dumps(here(target))}"])
+    checkpoint = open_checkpoint(ckpt, ([] if target is None else [f"target.name={json.dumps(here(target))}"])
+                                 + (["target.trust_remote_code=true"] if trust_remote_code else []))
     report, lines, section, loaded = {}, [], checkpoint.recipe.target, None
     goal = out or (checkpoint.run / "export" / (to or "") if checkpoint.run is not None else folder.with_name(f"{folder.name}-{to}"))
     if to is not None:  # before the long work
@@ -87,7 +89,7 @@ def export_head(
             found = loaded.embed_VD, loaded.lm_head_VD, loaded.geometry
         made = export(folder, to, goal, Tables(found[0], found[1]), dtype=dtype, geometry=found[2], whole_vocabulary=whole_vocabulary)
         report = made.as_json()
-        lines.append(f"wrote {goal}: {made.tensors} tensors, logits as the checkpoint's (difference {made.difference:.0e})")
+        lines.append(f"wrote {goal}: {made.tensors} tensors, read back with the same logits (difference {made.difference:.0e})")
     if target_out is not None and loaded is not None:
         save_target(loaded.model, loaded.tokenizer, target_out, target=public_name(loaded.name), adapter=loaded.adapter)
         report["target_folder"] = str(target_out)
@@ -107,7 +109,8 @@ def import_head(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="The target brings its own code.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read a published head (EAGLE-1/2/3, Medusa, Hydra, speculators, SpecForge) and write it as a checkpoint of ours.
+    """Read a published head (EAGLE-1/2/3, P-EAGLE, DFlash, DSpark, Medusa, Hydra; of SpecForge, speculators and others) and write it as a checkpoint
+    of ours, which names the target as it was given here.
 
         specdec import --ckpt yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --out heads/eagle3 --allow-pickle
 

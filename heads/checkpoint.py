@@ -215,9 +215,11 @@ def check_weights(expected: dict[str, Tensor], found: dict[str, Tensor], where: 
             raise RecipeError(f"{where}: {name} is {tuple(tensor.shape)}, {by} asks for {tuple(expected[name].shape)}: {cure}")
         floats = expected[name].is_floating_point()
         # fp8 and other codes are not numbers without their scales.
-        if floats != (tensor.dtype in _FLOATS) or (floats and not tensor.isfinite().all()):
-            raise RecipeError(f"{where}: {name} ({tensor.dtype}) is not a finite tensor of the kind {expected[name].dtype}: copy or download it "
-                              "again, or get the head unquantised")
+        if floats != (tensor.dtype in _FLOATS):
+            raise RecipeError(f"{where}: {name} is {tensor.dtype}, wanted {'floating-point numbers' if floats else expected[name].dtype}: get the "
+                              "head unquantised, or copy or download it again")
+        if floats and not tensor.isfinite().all():
+            raise RecipeError(f"{where}: {name} holds NaN or infinity: copy or download it again")
     if not torch.equal(found["t2d"], expected["t2d"]):
         raise RecipeError(f"{where}: t2d does not agree with d2t")
 

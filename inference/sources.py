@@ -35,7 +35,8 @@ class Source:
 def locate(name: str, revision: str | None = None) -> Source:
     """Resolve a target's name. GGUF files are converted here (once)."""
     if not name:
-        raise RecipeError("no target is named here (the head was published without one): add --set target.name=NAME, or give the target")
+        raise RecipeError("no target is named here (the head was published without one): name it, --set target.name=NAME, or "
+                          "--target NAME for specdec export")
     if name in NAMED:
         gguf = packaged(name)
         return Source(name, str(converted(gguf, name)), gguf=gguf)
@@ -187,7 +188,8 @@ def _weights_in_cache(source: Source) -> bool:
 def _cure(source: Source) -> str:
     if source.local:
         return "check that the folder is complete"
-    return "check target.name and target.revision, and --set target.trust_remote_code=true if it brings its own code"
+    return ("check its name and revision (target.name, target.revision), and allow its own code if it brings some (--set "
+            "target.trust_remote_code=true, for export and import --trust-remote-code)")
 
 
 # --- what the config says ------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import signal
 import warnings
 from pathlib import Path
@@ -388,6 +389,29 @@ def test_a_kill_leaves_no_folder(written, tmp_path, place):
     load_head(tmp_path / "out")
 
 
+def test_the_commands_that_an_export_names_can_be_pasted(tmp_path):
+    for to, type, section in (("vllm", "eagle", {}), ("vllm", "eagle3", {}), ("vllm", "medusa", {}), ("vllm", "peagle", {"depths": 3}),
+                              ("vllm", "dflash", {"block_size": 4, "taps": [2, 5]}), ("vllm", "dspark", {"block_size": 3, "taps": [2, 5]})):
+        report = export_head(checkpoint(tmp_path / "ckpt", make_head(type, **section)), to, tmp_path / "out", tables())
+        words = shlex.split(report.notes[0])
+        assert words[:3] == ["vllm", "serve", "TARGET"]
+        assert json.loads(words[4])["model"] == "THIS_FOLDER"
+    for type, said in (("eagle", "use_eagle3=False"), ("eagle3", "use_eagle3=True")):
+        section = PLAIN if type == "eagle3" else {}
+        report = export_head(checkpoint(tmp_path / "ckpt", make_head(type, **section)), "eagle", tmp_path / "out", tables())
+        assert said in report.notes[0]
+
+
+def test_an_export_does_not_replace_what_it_reads(written, tmp_path):
+    export_head(written / "eagle3", "vllm", tmp_path / "out", tables())
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for place in (tmp_path / "out", tmp_path / "x" / ".." / "out", tmp_path / "link"):
+        with pytest.raises(RecipeError, match="is the checkpoint that is read.*choose another --out"):
+            export_head(tmp_path / "out", "speculators", place, tables())
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
 def test_only_exports_are_replaced(written, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -430,7 +454,8 @@ def test_what_an_engine_cannot_express_is_refused(tmp_path, type, section, to, s
 def test_a_head_that_borrows_its_lm_head_is_exported_over_the_whole_vocabulary(tmp_path, type, section, to):
     head = make_head(type, **section)
     checkpoint(tmp_path / "ckpt", head)
-    export_head(tmp_path / "ckpt", to, tmp_path / "out", tables(), whole_vocabulary=True)
+    report = export_head(tmp_path / "ckpt", to, tmp_path / "out", tables(), whole_vocabulary=True)
+    assert any("trained over a reduced one" in note for note in report.notes) == ("draft" in section)
     wide, _ = load_head(tmp_path / "out")
     assert len(wide.d2t) == V
     narrow, whole, ids_U = logits(head), logits(wide), head.target_ids_U()
@@ -952,7 +977,7 @@ def test_commands_export_import_and_evaluate(tmp_path, capsys):
     exported = tmp_path / "run" / "export" / "vllm"
     assert (report["folder"], report["layout"], report["difference"]) == (str(exported), "vllm", 0.0)
     assert specdec("export", "--ckpt", tmp_path / "run", "--to", "speculators", "--out", tmp_path / "spec") == 0
-    assert "logits as the checkpoint's" in capsys.readouterr().out
+    assert "read back with the same logits" in capsys.readouterr().out
 
     # Evaluated as it is, its target read from the run; then as another tool would publish it, with the target named.
     words = ["--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 6, "--gamma", 2, "--transformers", 0, "--drafters", "none,head", "--json"]

@@ -14,6 +14,8 @@ from draftheads.heads.formats.flat import export_eagle1, export_eagle3, is_eagle
 from draftheads.recipes.schema import Geometry, RecipeError
 
 TAKES = ("eagle", "eagle3")
+SHARDS = ("Its loader reads model.safetensors.index.json: a target in one file has to be saved in shards first, "
+          "model.save_pretrained(TARGET, max_shard_size='1GB')")
 
 
 def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
@@ -21,7 +23,7 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
         files = export_eagle1(head, bias=True)
         # The official class pads by it, and Llama configs from the Hub have none.
         return Files(files.config | {"pad_token_id": 0}, files.tensors, [
-            "EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=THIS_FOLDER); its loader wants a target in several safetensors shards."])
+            "EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=THIS_FOLDER, use_eagle3=False)", SHARDS])
     if head.config.type != "eagle3":
         raise refuse("eagle", head.config.type, TAKES)
     L = head.geometry.num_layers
@@ -33,7 +35,7 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
     files = export_eagle3(head, tables, "the official EAGLE-3 code", always_lm_head=True,
                           unknown=("norm_before_residual", "norm_before_fc", "fc_bias"))
     return Files(files.config | {"pad_token_id": 0}, files.tensors,
-                 ["EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=THIS_FOLDER, use_eagle3=True)"])
+                 ["EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=THIS_FOLDER, use_eagle3=True)", SHARDS])
 
 
 def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:

@@ -47,9 +47,9 @@ def export(head: DraftHead, meta: Any, tables: Tables) -> Files:
                 tensors[f"{h}.{n}.linear.{p}"] = weights[f"blocks.{h}.{n}.linear.{p}"]
         tensors[f"{h}.{N}.weight"] = weights.get(f"lm_heads.{h}.weight", head.rows_UD(tables.lm_head_VD)).clone()
     config = head.engine_config() | {"original_lm_head": False, "version": "2"}
-    if meta.target:
+    if "/" in meta.target:  # a Hub id: the official code loads the target from there
         config["base_model_name_or_path"] = meta.target
-    return Files(config, tensors, ["MedusaModel.from_pretrained(THIS_FOLDER, base_model=TARGET); vLLM reads it too (method medusa)."])
+    return Files(config, tensors, ["vLLM reads it (method medusa); the official code reads a pickle only: specdec export --to medusa_pt"])
 
 
 def export_vllm(head: DraftHead, tables: Tables) -> Files:

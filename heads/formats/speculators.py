@@ -52,7 +52,7 @@ def read(raw: Raw, geometry: Geometry, ours: bool = False) -> Found:
     c = raw.config
     kind = c.get("speculators_model_type")
     if kind != "eagle3":
-        raise RecipeError(f"{raw.where}: speculators_model_type is {kind!r}; only eagle3 can be read")
+        raise RecipeError(f"{raw.where}: speculators_model_type is {kind!r}; only eagle3 can be read: leave --from out, or check the folder")
     facts: list[str] = []
     if c.get("norm_before_residual") is None:
         if ours:

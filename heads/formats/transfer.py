@@ -44,7 +44,7 @@ from draftheads.heads.formats.detect import PICKLES, SAFETENSORS
 from draftheads.heads.formats.folder import fetch
 from draftheads.heads.formats.opening import open_export, plain, read_folder
 from draftheads.heads.vocab import vocab_hash
-from draftheads.recipes.files import atomic_folder, sha256_file, write_json
+from draftheads.recipes.files import atomic_folder, existing_folder, folder_place, sha256_file, write_json
 from draftheads.recipes.schema import Geometry, RecipeError
 
 README = "README.md"
@@ -81,13 +81,17 @@ def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[st
     """
     module, out = layout(to), Path(out)
     if not hasattr(module, "export"):
-        raise RecipeError(f"--to {to}: no engine loads this layout, it can only be imported; train with our own decoder, or choose another")
+        raise RecipeError(f"--to {to}: no engine loads this layout, it can only be imported; decode with our own decoder (specdec generate)")
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError(f"--dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
     _check_place(out)
+    if folder_place(out) == existing_folder(ckpt).resolve():
+        raise RecipeError(f"{out} is the checkpoint that is read, and would be replaced: choose another --out")
     head, meta = load_head(ckpt, geometry=geometry)
-    if whole_vocabulary:
-        head = widened(head)
+    notes = []
+    if whole_vocabulary and head.config.type in module.TAKES and len(head.d2t) < head.geometry.vocab_size:
+        head, meta = widened(head), meta.model_copy(update={"metrics": {}})
+        notes = ["Over the whole vocabulary, trained over a reduced one: it drafts other tokens than the checkpoint. Measure this folder."]
     kind = getattr(torch, dtype or stored_dtype(Path(ckpt)))
     head, tables = rounded(head, tables, kind)
     meta = meta.model_copy(update={"target": public_name(meta.target), "extra": {}, "layout": to})
@@ -95,6 +99,7 @@ def export_head(ckpt: str | os.PathLike[str], to: str, out: str | os.PathLike[st
         meta = meta.model_copy(update={"revision": None})
     files: Files = module.export(head, meta, tables)
     adapter = adapter_of(ckpt, meta)
+    files.notes += notes
     if adapter is not None:
         check_adapter(adapter)
         files.notes[:0] = [TUNED]
@@ -122,7 +127,7 @@ def widened(head: DraftHead) -> DraftHead:
     own = [n for n in state if n not in maps and (n not in wanted or wanted[n].shape != state[n].shape)]
     if own:
         raise RecipeError(f"--whole-vocabulary: the head has trained {own[0]} for the {len(head.d2t)} tokens of its draft vocabulary; train with "
-                          "head.freeze_lm_head: true, or leave the option out")
+                          "head.freeze_lm_head: true")
     wide.load_state_dict(state | {n: wanted[n] for n in maps})
     wide.own = head.own
     return wide
@@ -214,6 +219,8 @@ def _import_pickle(folder: Path, out: Path, target: str, revision: str | None, g
     if meta.layout is None or meta.geometry is None or getattr(layout(meta.layout, "the layout"), "WEIGHTS", None) not in PICKLES:
         raise RecipeError(f"{folder} has a {META}: it is ours already, use it as it is (specdec-eval --ckpt {folder})")
     check_geometry(meta.geometry, geometry, str(folder))
+    if folder_place(out) == folder.resolve():
+        raise RecipeError(f"{out} is the folder that is read, and would be replaced: choose another --out")
     head, _ = open_export(folder, meta, allow_pickle=allow_pickle)
     adapter, name = adapter_of(folder, meta), meta.layout
     if adapter is not None:

@@ -32,10 +32,10 @@ from draftheads.recipes.schema import Geometry, RecipeError
 
 TAKES = ("eagle", "eagle3", "peagle", "dflash", "dspark", "medusa")
 _WARNINGS = {
-    "medusa": " More tokens than the head has heads would leave vLLM with random ones.",
-    "dflash": " No other number of tokens: the head was trained on blocks of one length. vLLM 0.32 on a CPU reads heads of several layers "
+    "medusa": "More tokens than the head has heads would leave vLLM with random ones.",
+    "dflash": "No other number of tokens: the head was trained on blocks of one length. vLLM 0.32 on a CPU reads heads of several layers "
               "otherwise, and accepts less.",
-    "dspark": " No other number of tokens: the head was trained on blocks of one length. It needs vLLM's model runner V2, hence a GPU.",
+    "dspark": "No other number of tokens: the head was trained on blocks of one length. It needs vLLM's model runner V2, hence a GPU.",
 }
 
 
@@ -126,4 +126,4 @@ def _read_block(raw: Raw, geometry: Geometry, ours: bool) -> Found:
 
 def _notes(method: str, most: int, more: str = "") -> list[str]:
     words = f'{{"method": "{method}", "model": "THIS_FOLDER", "num_speculative_tokens": {most}{more}}}'
-    return [f"vllm serve TARGET --speculative-config '{words}'.{_WARNINGS.get(method, '')}"]
+    return [f"vllm serve TARGET --speculative-config '{words}'", *([_WARNINGS[method]] if method in _WARNINGS else [])]
