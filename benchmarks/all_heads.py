@@ -214,10 +214,10 @@ def table(place: Place) -> str:
             continue
         ours, theirs = e["tau_untrimmed"], e.get("vllm_acceptance_length")
         fast = f"{r['speedup']:.2f} ({r['speedup_ci95'][0]:.2f}–{r['speedup_ci95'][1]:.2f}) at γ = {r['gamma']}" if "speedup" in r else "–"
+        cost = f"{r['draft_cost']:.3f}" if r.get("draft_cost") is not None else "–"
         lines.append(" | ".join([
             f"| {name}", f"{parameters(place.run(name)) / 1e6:.1f} M", f"{r['steps']}, {r['steps'] / EPOCH_STEPS:.1f}", f"{ours:.3f}",
-            f"{r['chain_tau']:.2f} → {r['tree_tau']:.2f}" if "tree_tau" in r else "–", f"{r['draft_cost']:.3f}" if r.get("draft_cost") is not None else "–",
-            fast, f"{theirs:.3f}" if theirs else head.reason or "–",
+            f"{r['chain_tau']:.2f} → {r['tree_tau']:.2f}" if "tree_tau" in r else "–", cost, fast, f"{theirs:.3f}" if theirs else head.reason or "–",
             f"{e['difference']:+.2%}" if theirs else "–", f"{e['same_texts']} of {e['prompts']} |" if theirs else "– |"]))
     return "\n".join(lines)
 
