@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UNION = [2, 9, 15, 21, 27, 28, "final"]
 MINUTES, MOST_EPOCHS, PROBE_STEPS = 15.0, 6.0, 14
 PER_CATEGORY, TOKENS, GAMMA = 7, 112, 4
-FEW, FEW_TOKENS = 1, 64  # of a category, where a machine must be idle meanwhile
+FEW, FEW_TOKENS = 1, 48  # of a category, where a machine must be idle meanwhile
 EPOCH_STEPS = 62  # of 2048 tokens
 TREE = "dynamic:depth=5,top_k=8,nodes=24"
 
