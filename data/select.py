@@ -53,6 +53,8 @@ def read_prompts(
                 kept[key] = conversation
     if not kept:
         why = ", ".join(f"{n} × {reason}" for reason, n in dropped.most_common()) or "it is empty"
+        if all(reason.startswith("shares ") or reason == "duplicate" for reason in dropped) and dropped:
+            raise RecipeError(f"no usable prompt in {', '.join(specs)}: {why}; give other prompts, or keep them with data.overlap_words: null")
         raise RecipeError(f"no usable prompt in {', '.join(specs)}: {why}. Wanted records with messages, conversations, instruction, "
                           f"prompt or text" + (f"; found the keys {', '.join(sorted(keys)[:12])}" if keys else ""))
     selected = _select(_unique_ids(kept.values()), seed, per_category)

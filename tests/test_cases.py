@@ -55,7 +55,8 @@ def write_recipe(folder: Path, target: Path, records: list[dict] | None = None, 
     (folder / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (talks if records is None else records)))
     raw = {
         "run": str(folder / "run"), "target": {"name": str(target), "dtype": "float32"},
-        "data": {"prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 12, "batch_size": 6, "drop_loops": False},
+        "data": {"prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 12, "batch_size": 6, "drop_loops": False,
+                 "overlap_words": None},  # they are evaluated too
         "head": {"type": "eagle3", "taps": [1, 2, 3], "draft_vocab_size": 64},
         "eval": {"prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 8, "bootstrap": 100},
         "train": {"steps": 4, "batch_tokens": 128, "lr": 1e-2, "log_every": 1, "checkpoint_every": 2, "unroll": [{"until": 1.0, "steps": 2}]},

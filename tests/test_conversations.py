@@ -154,6 +154,10 @@ def test_training_prompts_are_unlike_the_evaluation_s(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe))
     assert [c.id for c in recipe_prompts(Recipe.load(path))[0]] == ["fine"]
+    both = recipe | {"data": {"prompts": recipe["eval"]["prompts"]}}
+    path.write_text(json.dumps(both))
+    with pytest.raises(RecipeError, match="1 × shares 13 words.*data.overlap_words: null"):
+        recipe_prompts(Recipe.load(path))
     path.write_text(json.dumps(recipe | {"data": {"prompts": train, "overlap_words": None}}))
     assert sorted(c.id for c in recipe_prompts(Recipe.load(path))[0]) == ["bad", "fine"]
 

@@ -159,7 +159,7 @@ def make_checkpoint(folder: Path, target_folder: Path, **changes) -> Path:
     lines = [{"id": f"{c}-{i}", "category": c, "messages": [{"role": "user", "content": text * (1 + i % 2)}]}
              for c, text in (("copy", "abcabc abc"), ("<b>odd</b>", "what is 2+2?")) for i in range(4)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = {"target": {"name": str(target_folder)}, "head": {"type": "eagle3"}, "data": {"prompts": str(prompts)},
+    recipe = {"target": {"name": str(target_folder)}, "head": {"type": "eagle3"}, "data": {"prompts": str(prompts), "overlap_words": None},
               "eval": {"prompts": str(prompts), "per_category": 2, "max_new_tokens": 12, "bootstrap": 200, "transformers_fraction": 0.5, **changes}}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return folder

@@ -194,7 +194,7 @@ def distilled(tmp_path_factory) -> Recipe:
     lines = [{"id": f"p{i}", "category": "ab"[i % 2], "messages": [{"role": "user", "content": f"say {i} things"}]} for i in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     raw = {"run": str(folder / "run"), "target": {"name": "./target", "dtype": "float32"},
-           "data": {"prompts": "./prompts.jsonl", "max_new_tokens": 12, "batch_size": 8, "drop_loops": False},
+           "data": {"prompts": "./prompts.jsonl", "max_new_tokens": 12, "batch_size": 8, "drop_loops": False, "overlap_words": None},
            "head": HEADS["medusa"], "train": TRAIN | {"lora": {"rank": 4}},
            "eval": {"prompts": "./prompts.jsonl", "per_category": 1, "max_new_tokens": 12, "bootstrap": 100, "gamma": 2, "tau_gamma": 2,
                     "drafters": ["none", "head"], "transformers_fraction": 1.0}}
