@@ -211,7 +211,7 @@ def test_temperature_mix_is_per_row_and_recorded(tmp_path, target):
 def rigged(outcomes):
     """A decode() that ends rows as told: id -> (tokens, finish reason); the captured states are random."""
 
-    def decode(target, drafter, requests, sampling, limits, *, batch_size, capture_taps):
+    def decode(target, drafter, requests, sampling, limits, *, batch_size, capture_taps, plan):
         for request in requests:
             tokens, reason = outcomes.get(request.id, ([50, 51, 2], "eos"))
             slots = len(request.prompt_ids) + len(tokens) - 1
